@@ -1,0 +1,16 @@
+//! Containers, block formats, quantizers, plans and builds for GGUF files of DeepSeek V4.
+//!
+//! Data flows one way and the types show it: [`checkpoint::Checkpoint`] (headers only) ->
+//! [`plan::Plan`] (every tensor, type, offset and the final size; no data read) ->
+//! [`build`] (streams, resumes) -> [`gguf::Gguf`].
+
+pub mod block;
+pub mod build;
+pub mod checkpoint;
+pub mod gguf;
+pub mod importance;
+pub mod model;
+pub mod plan;
+pub mod progress;
+pub mod quantize;
+pub mod simd;

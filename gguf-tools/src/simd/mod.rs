@@ -1,0 +1,91 @@
+//! Eight `f32` lanes behind one trait, so that an algorithm is written once and runs the same
+//! operations on every instruction set: results are equal bit for bit by construction.
+//!
+//! No implementation contracts a multiplication and an addition into one rounding.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+mod scalar;
+
+#[cfg(target_arch = "x86_64")]
+pub use avx2::Avx2;
+pub use scalar::Scalar;
+
+use std::ops::{Add, Div, Mul, Sub};
+
+/// The instruction set that kernels use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Level {
+    /// Plain Rust; the oracle of the others.
+    Scalar,
+    /// x86-64 with AVX2 and F16C.
+    #[cfg(target_arch = "x86_64")]
+    Avx2,
+}
+
+impl Level {
+    /// The best level that this machine has.
+    pub fn detect() -> Self {
+        #[cfg(target_arch = "x86_64")]
+        if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
+            return Self::Avx2;
+        }
+        Self::Scalar
+    }
+}
+
+impl Default for Level {
+    fn default() -> Self {
+        Self::detect()
+    }
+}
+
+/// Eight `f32` values that are worked on together.
+///
+/// Arithmetic is IEEE single precision with rounding to nearest even, lane by lane.
+/// Only call the methods of an implementation inside a function compiled for its instruction set.
+pub trait Lanes:
+    Copy + Add<Output = Self> + Sub<Output = Self> + Mul<Output = Self> + Div<Output = Self>
+{
+    /// The outcome of a comparison, one truth value a lane.
+    type Mask: Copy;
+
+    /// The same value in every lane.
+    fn splat(value: f32) -> Self;
+    /// The eight values at the start of `from`.
+    fn load(from: &[f32]) -> Self;
+    /// Writes the eight values to the start of `to`.
+    fn store(self, to: &mut [f32]);
+    /// Correctly rounded square root.
+    fn sqrt(self) -> Self;
+    /// Absolute value.
+    fn abs(self) -> Self;
+    /// `if self < other { self } else { other }`.
+    fn min(self, other: Self) -> Self;
+    /// `if self > other { self } else { other }`.
+    fn max(self, other: Self) -> Self;
+    /// Nearest integer, ties to even.
+    fn round(self) -> Self;
+    /// The values as integers (they already are whole numbers that fit).
+    fn to_i32(self) -> [i32; 8];
+    /// `self < other`, false where either is NaN.
+    fn less(self, other: Self) -> Self::Mask;
+    /// Both.
+    fn and(a: Self::Mask, b: Self::Mask) -> Self::Mask;
+    /// One bit a lane, lane 0 lowest.
+    fn bits(mask: Self::Mask) -> u32;
+    /// `if mask { yes } else { no }`, lane by lane.
+    fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
+    /// Sum of the lanes in a fixed order: `((0+4)+(2+6)) + ((1+5)+(3+7))`.
+    fn sum(self) -> f32;
+    /// Eight rows of eight become eight columns of eight.
+    fn transpose(rows: [Self; 8]) -> [Self; 8];
+}
+
+/// The values of the lanes as an array.
+#[inline(always)]
+pub fn to_array<L: Lanes>(lanes: L) -> [f32; 8] {
+    let mut out = [0.0; 8];
+    lanes.store(&mut out);
+    out
+}

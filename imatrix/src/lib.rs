@@ -1,0 +1,1 @@
+//! Importance matrix files and their coverage.

@@ -1,0 +1,1 @@
+//! The DeepSeek V4 model on CPU and CUDA.
