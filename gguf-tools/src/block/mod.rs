@@ -28,6 +28,16 @@ pub trait BlockFormat: Sync {
         None
     }
 
+    /// Whether [`Guide::importance`] changes what the quantizer does.
+    fn uses_importance(&self) -> bool {
+        false
+    }
+
+    /// Whether the format is so coarse that importance of some kind must be given: without a matrix, weight energy.
+    fn needs_importance(&self) -> bool {
+        false
+    }
+
     /// The first block whose scales are not finite or not allowed, with what is wrong; `None` if all are sound.
     fn first_bad_block(&self, blocks: &[u8]) -> Option<BadBlock> {
         let _ = blocks;
