@@ -1,0 +1,101 @@
+//! The commands. Each file: the arguments of one, and what it prints.
+
+mod arguments;
+mod compare;
+mod inspect;
+mod plan;
+mod quantize;
+mod quickstart;
+mod shell;
+mod synth;
+mod verify;
+
+use std::io::Write;
+use std::process::ExitCode;
+
+use clap::{Parser, Subcommand};
+use serde::Serialize;
+
+/// Makes, checks and proves GGUF files of DeepSeek V4, offline.
+///
+/// Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
+#[derive(Debug, Parser)]
+#[command(name = "ggsmith", version, propagate_version = true, max_term_width = 110)]
+pub struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Show the whole job on a small model, end to end, without a download.
+    Quickstart(quickstart::Arguments),
+    /// What each tensor becomes and how large the file will be, from headers alone.
+    Plan(plan::Arguments),
+    /// Turn official safetensors, or another GGUF, into a GGUF.
+    Quantize(quantize::Arguments),
+    /// Show metadata, tensors, types and totals of a GGUF.
+    Inspect(inspect::Arguments),
+    /// Read a whole GGUF and check everything in it.
+    Verify(verify::Arguments),
+    /// Compare a GGUF with the checkpoint it was made from.
+    Compare(compare::Arguments),
+    /// Write a random but sane checkpoint of any shape.
+    Synth(synth::Arguments),
+    /// Print the completion script of a shell.
+    Completions(shell::CompletionArguments),
+    /// Print the manual page of ggsmith or of one command.
+    Man(shell::ManArguments),
+}
+
+/// Runs one command.
+pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+    crate::render::progress::stop_on_signals()?;
+    match cli.command {
+        Command::Quickstart(a) => quickstart::run(&a),
+        Command::Plan(a) => plan::run(&a),
+        Command::Quantize(a) => quantize::run(&a),
+        Command::Inspect(a) => inspect::run(&a),
+        Command::Verify(a) => verify::run(&a),
+        Command::Compare(a) => compare::run(&a),
+        Command::Synth(a) => synth::run(&a),
+        Command::Completions(a) => shell::completions(&a),
+        Command::Man(a) => shell::man(&a),
+    }
+}
+
+/// A mistake in how the program was called, found after parsing.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct UsageError(pub String);
+
+/// 2 for a mistake in the call, else 1.
+pub fn exit_code(error: &anyhow::Error) -> u8 {
+    if error.is::<UsageError>() { 2 } else { 1 }
+}
+
+/// The error and its causes, one a line, none said twice.
+pub fn message(error: &anyhow::Error) -> String {
+    let mut text = error.to_string();
+    for cause in error.chain().skip(1) {
+        let cause = cause.to_string();
+        if !text.contains(&cause) {
+            text.push_str("\n  ");
+            text.push_str(&cause);
+        }
+    }
+    text
+}
+
+/// Prints a result; a closed pipe (`| head`) is no failure.
+fn print(text: &str) -> anyhow::Result<()> {
+    match writeln!(std::io::stdout().lock(), "{text}") {
+        Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        other => Ok(other?),
+    }
+}
+
+/// Prints a result as indented JSON.
+fn print_json(value: &impl Serialize) -> anyhow::Result<()> {
+    print(&serde_json::to_string_pretty(value)?)
+}

@@ -1,0 +1,159 @@
+//! `quantize`: the build.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Args;
+use gguf_tools::build::{BuildOptions, BuildReport, build};
+use gguf_tools::plan::{Conversion, Plan};
+use imatrix::{Imatrix, MissingPolicy};
+
+use super::arguments::{
+    ImportanceArguments, Missing, RecipeArguments, SourceArguments, importance_of, make_plan,
+};
+use super::plan::View;
+use super::{print, print_json};
+use crate::render::progress::Reporter;
+use crate::render::table::table;
+use crate::render::units;
+
+#[derive(Debug, Args)]
+pub struct Arguments {
+    #[command(flatten)]
+    source: SourceArguments,
+    /// The file to write.
+    #[arg(long, value_name = "FILE")]
+    out: PathBuf,
+    #[command(flatten)]
+    recipe: RecipeArguments,
+    #[command(flatten)]
+    importance: ImportanceArguments,
+    /// Print the plan and stop.
+    #[arg(long)]
+    dry_run: bool,
+    /// Replace an existing output.
+    #[arg(long, visible_alias = "force")]
+    overwrite: bool,
+    /// Start again instead of going on from the part file of an interrupted run.
+    #[arg(long)]
+    no_resume: bool,
+    /// Go on from a fitting part file; the default.
+    #[arg(long, conflicts_with = "no_resume")]
+    resume: bool,
+    /// Threads; all processors if left out. The bytes do not depend on it.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    threads: Option<u16>,
+    /// Show no progress.
+    #[arg(long)]
+    quiet: bool,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    let threads = arguments.threads.map(usize::from);
+    if let Some(n) = threads {
+        rayon::ThreadPoolBuilder::new().num_threads(n).build_global().context("cannot start threads")?;
+    }
+    let source = arguments.source.open()?;
+    let matrix = arguments.importance.open()?;
+    let label = arguments.source.label(source.as_ref());
+    let hash_files = !arguments.dry_run;
+    let plan = make_plan(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files)?;
+    warn_of(&plan);
+    if let Some(matrix) = &matrix {
+        report_coverage(&plan, matrix, &arguments.importance, arguments.json)?;
+    }
+    let view = View { plan: &plan, threads: rayon::current_num_threads() };
+    if arguments.dry_run {
+        let out = Some(arguments.out.as_path());
+        if arguments.json { print_json(&view.json(out)?)? } else { print(&view.text(out, false)?)? }
+        return Ok(ExitCode::SUCCESS);
+    }
+    let options = BuildOptions {
+        overwrite: arguments.overwrite,
+        resume: !arguments.no_resume,
+        importance_fallback: arguments.importance.fallback_allowed(),
+    };
+    let reporter = Reporter::new("quantizing", arguments.quiet);
+    let result =
+        build(&plan, source.as_ref(), importance_of(matrix.as_ref()), &arguments.out, options, &reporter);
+    reporter.finish();
+    let report = result?;
+    if arguments.json { print_json(&report)? } else { print(&closing_text(&report))? }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Things in a plan that are most likely not meant.
+pub fn warn_of(plan: &Plan) {
+    for number in &plan.idle_rules {
+        eprintln!("warning: rule {number} of the recipe matches no tensor");
+    }
+}
+
+/// Prints which tensors the matrix covers, and stops where the options say so.
+pub fn report_coverage(
+    plan: &Plan,
+    matrix: &Imatrix,
+    options: &ImportanceArguments,
+    json: bool,
+) -> anyhow::Result<()> {
+    let wanted: Vec<_> = plan
+        .tensors
+        .iter()
+        .filter(|t| t.conversion == Conversion::Quantize)
+        .filter(|t| t.target.format().is_some_and(|f| f.uses_importance()))
+        .map(|t| (t.spec.gguf_name.as_str(), t.n_matrices(), t.n_columns()))
+        .collect();
+    let coverage = matrix.coverage(&wanted);
+    if !json {
+        let rows: Vec<_> = coverage.tensors.iter().map(coverage_row).collect();
+        eprintln!("importance matrix: {}", matrix.format_name());
+        eprintln!("{}", table(&["tensor", "found", "experts seen", "unseen", "least count", "median count"], 2, &rows));
+    }
+    let policy = match options.missing() {
+        Missing::Error => MissingPolicy::Error,
+        Missing::Fallback => MissingPolicy::Fallback,
+    };
+    for warning in coverage.judge(policy, options.strict())? {
+        eprintln!("warning: {warning}");
+    }
+    Ok(())
+}
+
+fn closing_text(report: &BuildReport) -> String {
+    let mut text = String::new();
+    if !report.fallback_importance.is_empty() {
+        let mut tensors: Vec<(String, Vec<usize>, &str, &str)> = Vec::new();
+        for note in &report.fallback_importance {
+            match tensors.last_mut() {
+                Some(last) if last.0 == note.tensor && last.2 == note.reason => last.1.push(note.expert_index),
+                _ => tensors.push((note.tensor.clone(), vec![note.expert_index], &note.reason, note.used)),
+            }
+        }
+        text += "quantized without importance of their own:\n";
+        for (tensor, experts, reason, used) in tensors {
+            let which = match experts.as_slice() {
+                [first, .., last] if last - first + 1 == experts.len() => format!("experts {first} to {last}"),
+                [one] => format!("expert {one}"),
+                _ => format!(
+                    "experts {}",
+                    experts.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
+                ),
+            };
+            text += &format!("  {tensor}, {which}: {reason}; used: {used}\n");
+        }
+    }
+    if report.resumed_bytes > 0 {
+        text += &format!("resumed at {}\n", units::exact_bytes(report.resumed_bytes));
+    }
+    text += &format!(
+        "sha256 {}\nwrote {}\n{}",
+        report.sha256,
+        units::exact_bytes(report.file_bytes),
+        report.path.display()
+    );
+    text
+}
