@@ -6,7 +6,7 @@
 
 mod registry;
 
-pub use registry::BlockType;
+pub use registry::{BlockType, UnknownBlockType};
 
 use crate::simd::Level;
 
