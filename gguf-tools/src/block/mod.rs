@@ -4,6 +4,7 @@
 //! bytes per block, and what can be computed with it. A format that is only sized (not computed)
 //! still works in every command that copies or lists tensors.
 
+mod affine;
 mod float;
 mod iq4_nl;
 mod layout;
@@ -16,6 +17,8 @@ mod q4_k;
 mod q6_k;
 mod q8_0;
 mod registry;
+mod super_block;
+mod symmetric;
 
 pub use registry::BlockType;
 

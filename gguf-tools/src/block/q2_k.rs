@@ -1,6 +1,10 @@
 //! Q2_K: sixteen sub-blocks of 16 two-bit codes, each with a four-bit scale and a four-bit minimum.
 
-use super::layout::{Block, Blocks, half, not_finite};
+use super::affine::AffineFormat;
+use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
+use super::super_block::{SuperBlock, bytes_of, turned_back};
+use super::{Guide, RowQuantizer};
+use crate::simd::Lanes;
 
 pub(super) static Q2_K: Blocks<BlockQ2K, 256, 84> = Blocks::new();
 
@@ -26,5 +30,44 @@ impl Block<256, 84> for BlockQ2K {
 
     fn problem(block: &[u8; 84]) -> Option<String> {
         not_finite([("d", half(&block[80..])), ("dmin", half(&block[82..]))])
+    }
+
+    fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
+        by_block::<Self, 256, 84>(guide)
+    }
+}
+
+const FORMAT: AffineFormat =
+    AffineFormat { codes: 3.0, scales: 15.0, first: -0.9, step: 0.1, n: 19, refits: 3 };
+
+impl QuantizeBlock<256, 84> for BlockQ2K {
+    #[inline(always)]
+    fn quantize<L: Lanes>(
+        guide: &Guide<'_>,
+        values: &[f32; 256],
+        importance: Option<&[f32; 256]>,
+        block: &mut [u8; 84],
+    ) {
+        block.fill(0);
+        let Some(prepared) = SuperBlock::<L, 16, 2>::new(guide, values, importance) else { return };
+        let found = FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
+        let (scales, minimums) = (bytes_of(&found.scales), bytes_of(&found.minimums));
+        for b in 0..16 {
+            block[b] = scales[b] | minimums[b] << 4;
+        }
+        pack_pairs(&turned_back(&found.codes), &mut block[16..80]);
+        block[80..82].copy_from_slice(&found.d.to_le_bytes());
+        block[82..].copy_from_slice(&found.dmin.to_le_bytes());
+    }
+}
+
+/// Two bits a code, four codes 32 apart in one byte.
+#[inline(always)]
+pub(super) fn pack_pairs(codes: &[u8; 256], packed: &mut [u8]) {
+    for (packed, codes) in packed.chunks_exact_mut(32).zip(codes.chunks_exact(128)) {
+        for l in 0..32 {
+            packed[l] =
+                codes[l] & 3 | (codes[l + 32] & 3) << 2 | (codes[l + 64] & 3) << 4 | (codes[l + 96] & 3) << 6;
+        }
     }
 }

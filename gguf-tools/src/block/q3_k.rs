@@ -1,6 +1,13 @@
 //! Q3_K: sixteen sub-blocks of 16 three-bit codes, each with a signed six-bit scale.
 
-use super::layout::{Block, Blocks, half, not_finite};
+use half::f16;
+
+use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
+use super::q2_k::pack_pairs;
+use super::super_block::{SuperBlock, bytes_of, turned_back};
+use super::symmetric::SymmetricFormat;
+use super::{Guide, RowQuantizer};
+use crate::simd::Lanes;
 
 pub(super) static Q3_K: Blocks<BlockQ3K, 256, 110> = Blocks::new();
 
@@ -35,5 +42,52 @@ impl Block<256, 110> for BlockQ3K {
 
     fn problem(block: &[u8; 110]) -> Option<String> {
         not_finite([("d", half(&block[108..]))])
+    }
+
+    fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
+        by_block::<Self, 256, 110>(guide)
+    }
+}
+
+const FORMAT: SymmetricFormat = SymmetricFormat {
+    codes: [-4.0, 3.0],
+    scales: [-32.0, 31.0],
+    first: 2.2,
+    step: 0.2,
+    n: 14,
+    both_signs: true,
+    refits: 2,
+};
+
+impl QuantizeBlock<256, 110> for BlockQ3K {
+    #[inline(always)]
+    fn quantize<L: Lanes>(
+        guide: &Guide<'_>,
+        values: &[f32; 256],
+        importance: Option<&[f32; 256]>,
+        block: &mut [u8; 110],
+    ) {
+        let zero = L::splat(0.0);
+        let (d, scales, codes) = match SuperBlock::<L, 16, 2>::new(guide, values, importance) {
+            Some(prepared) => {
+                let found = FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
+                (found.d, found.scales, found.codes)
+            }
+            None => (f16::ZERO, [zero; 2], [[zero; 16]; 2]),
+        };
+        let codes = turned_back(&codes.map(|round| round.map(|code| code + L::splat(4.0))));
+        let scales = bytes_of(&scales.map(|scale| scale + L::splat(32.0)));
+        for l in 0..32 {
+            block[l] = (0..8).fold(0, |bits, b| bits | (codes[32 * b + l] >> 2) << b);
+        }
+        pack_pairs(&codes, &mut block[32..96]);
+        let packed = &mut block[96..108];
+        for k in 0..8 {
+            packed[k] = scales[k] & 15 | scales[k + 8] << 4;
+        }
+        for k in 0..4 {
+            packed[8 + k] = (0..4).fold(0, |bits, j| bits | (scales[k + 4 * j] >> 4) << (2 * j));
+        }
+        block[108..].copy_from_slice(&d.to_le_bytes());
     }
 }

@@ -1,6 +1,10 @@
 //! Q4_K and Q5_K: eight sub-blocks of 32 codes, each with a six-bit scale and a six-bit minimum.
 
-use super::layout::{Block, Blocks, half, not_finite};
+use super::affine::{AffineBlock, AffineFormat};
+use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
+use super::super_block::{SuperBlock, bytes_of, turned_back};
+use super::{Guide, RowQuantizer};
+use crate::simd::Lanes;
 
 pub(super) static Q4_K: Blocks<BlockQ4K, 256, 144> = Blocks::new();
 pub(super) static Q5_K: Blocks<BlockQ5K, 256, 176> = Blocks::new();
@@ -51,6 +55,10 @@ impl Block<256, 144> for BlockQ4K {
     fn problem(block: &[u8; 144]) -> Option<String> {
         problem(block)
     }
+
+    fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
+        by_block::<Self, 256, 144>(guide)
+    }
 }
 
 impl Block<256, 176> for BlockQ5K {
@@ -61,5 +69,73 @@ impl Block<256, 176> for BlockQ5K {
 
     fn problem(block: &[u8; 176]) -> Option<String> {
         problem(block)
+    }
+
+    fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
+        by_block::<Self, 256, 176>(guide)
+    }
+}
+
+const Q4_K_FORMAT: AffineFormat =
+    AffineFormat { codes: 15.0, scales: 63.0, first: -2.0, step: 0.2, n: 17, refits: 2 };
+const Q5_K_FORMAT: AffineFormat =
+    AffineFormat { codes: 31.0, scales: 63.0, first: -2.0, step: 0.2, n: 17, refits: 2 };
+
+impl QuantizeBlock<256, 144> for BlockQ4K {
+    #[inline(always)]
+    fn quantize<L: Lanes>(
+        guide: &Guide<'_>,
+        values: &[f32; 256],
+        importance: Option<&[f32; 256]>,
+        block: &mut [u8; 144],
+    ) {
+        block.fill(0);
+        let Some(prepared) = SuperBlock::<L, 32, 1>::new(guide, values, importance) else { return };
+        let found = Q4_K_FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
+        pack_head(&found, &mut block[..16]);
+        pack_nibbles(&turned_back(&found.codes), &mut block[16..]);
+    }
+}
+
+impl QuantizeBlock<256, 176> for BlockQ5K {
+    #[inline(always)]
+    fn quantize<L: Lanes>(
+        guide: &Guide<'_>,
+        values: &[f32; 256],
+        importance: Option<&[f32; 256]>,
+        block: &mut [u8; 176],
+    ) {
+        block.fill(0);
+        let Some(prepared) = SuperBlock::<L, 32, 1>::new(guide, values, importance) else { return };
+        let found = Q5_K_FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
+        pack_head(&found, &mut block[..16]);
+        let codes = turned_back(&found.codes);
+        for l in 0..32 {
+            block[16 + l] = (0..8).fold(0, |bits, b| bits | (codes[32 * b + l] >> 4) << b);
+        }
+        pack_nibbles(&codes, &mut block[48..]);
+    }
+}
+
+#[inline(always)]
+fn pack_head<L: Lanes>(found: &AffineBlock<L, 32, 1>, head: &mut [u8]) {
+    head[..2].copy_from_slice(&found.d.to_le_bytes());
+    head[2..4].copy_from_slice(&found.dmin.to_le_bytes());
+    let (scales, minimums) = (bytes_of(&found.scales), bytes_of(&found.minimums));
+    let packed = &mut head[4..];
+    for b in 0..4 {
+        packed[b] = scales[b] | scales[b + 4] >> 4 << 6;
+        packed[b + 4] = minimums[b] | minimums[b + 4] >> 4 << 6;
+        packed[b + 8] = scales[b + 4] & 15 | minimums[b + 4] << 4;
+    }
+}
+
+/// The low four bits of each code, two codes 32 apart in one byte.
+#[inline(always)]
+fn pack_nibbles(codes: &[u8; 256], packed: &mut [u8]) {
+    for (packed, codes) in packed.chunks_exact_mut(32).zip(codes.chunks_exact(64)) {
+        for l in 0..32 {
+            packed[l] = codes[l] & 15 | codes[l + 32] << 4;
+        }
     }
 }
