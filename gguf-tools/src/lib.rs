@@ -7,6 +7,7 @@
 pub mod block;
 pub mod build;
 pub mod checkpoint;
+pub mod compare;
 pub mod gguf;
 pub mod importance;
 pub mod model;
@@ -14,4 +15,6 @@ pub mod plan;
 pub mod progress;
 pub mod quantize;
 pub mod simd;
+pub mod source;
 pub mod synth;
+pub mod weight_energy;

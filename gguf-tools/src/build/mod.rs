@@ -5,6 +5,7 @@
 //! the result.
 
 mod part;
+mod regenerate;
 mod unit;
 
 use std::collections::HashMap;
@@ -15,7 +16,8 @@ use rayon::prelude::*;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-pub use part::{FileSink, Journal, Sink};
+pub use part::{FileSink, Journal, Sink, free_bytes};
+pub(crate) use regenerate::Regenerator;
 use unit::{Importances, Unit, Wave};
 
 use crate::block::BlockType;
@@ -221,7 +223,7 @@ pub fn build_into(
     let (total, n_tensors) = (plan.file_bytes(), plan.tensors.len());
     std::thread::scope(|scope| {
         let writer = scope.spawn(move || write_chunks(sink, &from_workers, plan, progress));
-        let computed = (|| {
+        let computed: Result<(), BuildError> = (|| {
             let padding_to = plan.tensors.first().map_or(total, |t| t.offset_bytes);
             if resumed_bytes < padding_to {
                 send(&to_writer, 0, padded(header.to_vec(), padding_to), "header", 0);

@@ -11,6 +11,7 @@ use crate::plan::{Conversion, Plan, PlannedTensor};
 use crate::quantize::{Diagonal, MatrixQuantizer, RowByRow};
 use crate::simd::Level;
 use crate::source::WeightSource;
+use crate::weight_energy::WeightEnergy;
 
 /// Values that a unit holds at most, unless one row is longer: 4 MiB as f32.
 pub(super) const VALUES_PER_UNIT: usize = 1 << 20;
@@ -43,6 +44,12 @@ pub(super) struct Wave {
     pub(super) end_bytes: u64,
 }
 
+/// The ranges of rows in which each matrix of a tensor is worked on.
+pub(super) fn row_ranges(tensor: &PlannedTensor) -> impl Iterator<Item = Range<usize>> + use<> {
+    let (n_rows, rows_per_unit) = (tensor.n_rows(), (VALUES_PER_UNIT / tensor.n_columns().max(1)).max(1));
+    (0..n_rows).step_by(rows_per_unit).map(move |start| start..(start + rows_per_unit).min(n_rows))
+}
+
 /// Cuts a plan into waves. The cut decides memory and order of writing, never bytes.
 pub(super) fn waves(plan: &Plan, n_threads: usize) -> Vec<Wave> {
     let per_wave = UNITS_PER_THREAD * n_threads.max(1);
@@ -50,12 +57,10 @@ pub(super) fn waves(plan: &Plan, n_threads: usize) -> Vec<Wave> {
     let mut units = Vec::new();
     let mut values = 0;
     for (tensor_index, tensor) in plan.tensors.iter().enumerate() {
-        let rows_per_unit = (VALUES_PER_UNIT / tensor.n_columns().max(1)).max(1);
         let row_bytes = tensor.row_bytes();
         let mut offset_bytes = tensor.offset_bytes;
         for matrix_index in 0..tensor.n_matrices() {
-            for start in (0..tensor.n_rows()).step_by(rows_per_unit) {
-                let rows = start..(start + rows_per_unit).min(tensor.n_rows());
+            for rows in row_ranges(tensor) {
                 let n_bytes = rows.len() * row_bytes;
                 values += rows.len() * tensor.n_columns();
                 units.push(Unit { tensor_index, matrix_index, rows, offset_bytes, n_bytes });
@@ -171,7 +176,7 @@ impl<'a> Importances<'a> {
         let (plan, source) = (self.plan, self.source);
         let computed = energies
             .into_par_iter()
-            .map(|key| Ok((key, Some(energy(&plan.tensors[key.0], key.1, source)?))))
+            .map(|key| Ok((key, energy(&plan.tensors[key.0], key.1, source)?)))
             .collect::<Result<Vec<_>, BuildError>>()?;
         self.ready.extend(computed);
         Ok(())
@@ -248,28 +253,19 @@ impl<'a> Importances<'a> {
     }
 }
 
-/// Sum over the rows of one matrix of each column's squared weights: what stands in for importance.
-///
-/// `[columns]`, never all zero.
-fn energy(tensor: &PlannedTensor, matrix_index: usize, source: &dyn WeightSource) -> Result<Vec<f32>, BuildError> {
+/// The energy of the columns of one matrix: what stands in for importance. `[columns]`; `None` if all weights are 0.
+fn energy(
+    tensor: &PlannedTensor,
+    matrix_index: usize,
+    source: &dyn WeightSource,
+) -> Result<Option<Vec<f32>>, BuildError> {
     let columns = tensor.n_columns();
-    let rows_at_once = (VALUES_PER_UNIT / columns.max(1)).max(1);
-    let mut sums = vec![0.0_f64; columns];
-    let mut values = vec![0.0; rows_at_once * columns];
-    for start in (0..tensor.n_rows()).step_by(rows_at_once) {
-        let rows = start..(start + rows_at_once).min(tensor.n_rows());
-        let values = &mut values[..rows.len() * columns];
-        source.read_rows(&tensor.spec, matrix_index, rows, values)?;
-        for row in values.chunks_exact(columns) {
-            for (sum, &v) in sums.iter_mut().zip(row) {
-                *sum += f64::from(v) * f64::from(v);
-            }
-        }
+    let mut energy = WeightEnergy::new(columns);
+    let mut values = Vec::new();
+    for rows in row_ranges(tensor) {
+        values.resize(rows.len() * columns, 0.0);
+        source.read_rows(&tensor.spec, matrix_index, rows, &mut values)?;
+        energy.add_rows(&values);
     }
-    // Relative sizes are all that matters; scaling keeps vanishing weights from becoming zero in f32.
-    let largest = sums.iter().copied().fold(0.0, f64::max);
-    if largest == 0.0 {
-        return Ok(vec![1.0; columns]);
-    }
-    Ok(sums.iter().map(|s| (s / largest) as f32).collect())
+    Ok(energy.finish())
 }

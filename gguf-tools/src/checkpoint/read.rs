@@ -82,7 +82,16 @@ impl Checkpoint {
         Ok(())
     }
 
-    /// Repacks a whole FP4 matrix (one expert) as MXFP4 blocks, without loss.
+    /// Whether every matrix of a tensor repacks to MXFP4 without loss: FP4 with exponent scales.
+    pub fn repacks_exactly(&self, spec: &TensorSpec) -> bool {
+        let exact = |layout: MatrixLayout| {
+            layout.precision == SourcePrecision::Fp4 && layout.scale.is_some_and(|grid| grid.is_exponent)
+        };
+        let layout = |name: &String| self.tensor(name).and_then(|tensor| self.layout(tensor).ok());
+        spec.sources.iter().all(|name| layout(name).is_some_and(exact))
+    }
+
+    /// Repacks rows of a FP4 matrix (one expert) as MXFP4 blocks, without loss.
     ///
     /// `out`: 17 bytes for every 32 values, overwritten.
     ///
@@ -90,8 +99,13 @@ impl Checkpoint {
     /// If the tensor is absent, is not FP4 with exponent scales, or has a scale of 255 or values beyond `f32`.
     ///
     /// # Panics
-    /// If the length of `out` does not fit the tensor's shape: it comes from a checked plan.
-    pub fn read_fp4_as_mxfp4(&self, name: &str, out: &mut [u8]) -> Result<(), CheckpointError> {
+    /// If `rows` or the length of `out` do not fit the tensor's shape: they come from a checked plan.
+    pub fn read_fp4_as_mxfp4(
+        &self,
+        name: &str,
+        rows: Range<usize>,
+        out: &mut [u8],
+    ) -> Result<(), CheckpointError> {
         let source = self.source(name)?;
         let layout = &source.layout;
         let Some(grid) =
@@ -103,8 +117,8 @@ impl Checkpoint {
             )));
         };
         let row_bytes = grid.columns * MXFP4_BLOCK_BYTES;
-        assert_eq!(out.len(), layout.rows * row_bytes, "blocks of the whole tensor");
-        for (row, out) in out.chunks_exact_mut(row_bytes).enumerate() {
+        assert!(rows.end <= layout.rows && out.len() == rows.len() * row_bytes, "rows within the tensor");
+        for (row, out) in rows.zip(out.chunks_exact_mut(row_bytes)) {
             let scales = source.scales_of_row(row);
             if let Some(column) = source.first_beyond_f32(row, scales) {
                 return Err(source.not_finite(row, column));

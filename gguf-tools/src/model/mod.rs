@@ -160,6 +160,19 @@ impl Family {
         ("output", Self::Output),
     ];
 
+    /// The families of the routed experts.
+    pub const ROUTED: [Self; 3] = [Self::RoutedGate, Self::RoutedUp, Self::RoutedDown];
+
+    /// Every family.
+    pub fn all() -> impl Iterator<Item = Self> {
+        Self::NAMES.iter().map(|(_, family)| *family)
+    }
+
+    /// The family that users call `name`.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::NAMES.iter().find(|(known, _)| *known == name).map(|(_, family)| *family)
+    }
+
     /// The name that users type.
     pub fn name(self) -> &'static str {
         Self::NAMES.iter().find(|(_, family)| *family == self).map_or("", |(name, _)| name)
@@ -167,7 +180,7 @@ impl Family {
 
     /// Whether the tensors of this family hold one matrix for each routed expert.
     pub fn is_routed(self) -> bool {
-        matches!(self, Self::RoutedGate | Self::RoutedUp | Self::RoutedDown)
+        Self::ROUTED.contains(&self)
     }
 }
 

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::{Family, HyperParameters, LayerKind, TensorRow};
 
 /// One tensor of the GGUF file and where its values come from.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
 pub struct TensorSpec {
     /// Name in the GGUF file.
     pub gguf_name: String,

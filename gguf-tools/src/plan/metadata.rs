@@ -10,6 +10,7 @@ use super::Recipe;
 use crate::block::BlockType;
 use crate::gguf::{Array, Metadata, Value};
 use crate::importance;
+use crate::model::Family;
 
 /// Where a file comes from: enough to make it again and to refuse a wrong pairing.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -54,7 +55,7 @@ impl Provenance {
 
 /// llama.cpp's number for "mostly this type": the type of the routed gates, which hold most weights.
 fn file_type(recipe: &Recipe) -> u32 {
-    let gate = recipe.types.get("routed_gate").and_then(|t| t.parse::<BlockType>().ok());
+    let gate = recipe.types.get(Family::RoutedGate.name()).and_then(|t| t.parse::<BlockType>().ok());
     match gate {
         Some(BlockType::F32) => 0,
         Some(BlockType::Q8_0) => 7,

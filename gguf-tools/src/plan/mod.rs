@@ -7,13 +7,14 @@ mod recipe;
 
 use serde::Serialize;
 
+pub(crate) use metadata::hex;
 pub use metadata::{Provenance, sha256_of_file};
 pub use recipe::{BUILT_IN, Recipe, Rule};
 
 use crate::block::{BlockType, Objective};
 use crate::gguf::{GgufError, Layout, Metadata, NewTensor};
 use crate::model::{Family, TensorSpec};
-use crate::source::{SourceError, WeightSource};
+use crate::source::{SetAside, SourceError, WeightSource};
 
 /// Why a plan could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -146,8 +147,8 @@ pub struct Plan {
     pub fallbacks: Vec<Fallback>,
     /// Rules of the recipe that match no tensor, by number from 1.
     pub idle_rules: Vec<usize>,
-    /// Tensors of the source that stay out of the file (drafting heads), with their bytes in the source.
-    pub set_aside: Vec<(String, u64)>,
+    /// Tensors of the source that stay out of the file: drafting heads.
+    pub set_aside: SetAside,
     /// Where everything lies.
     pub layout: Layout,
 }
@@ -234,7 +235,7 @@ impl Plan {
         self.tensors.iter().map(|t| t.n_bytes).sum()
     }
 
-    /// Totals by family, in the order of [`Family::ALL`].
+    /// Totals by family, in the order of [`Family::all`].
     pub fn family_totals(&self) -> Vec<FamilyTotal> {
         let total = |family: Family| {
             let of_family: Vec<_> = self.tensors.iter().filter(|t| t.spec.family == family).collect();
@@ -251,7 +252,7 @@ impl Plan {
                 bits_per_value: if n_values == 0 { 0.0 } else { 8.0 * n_bytes as f64 / n_values as f64 },
             }
         };
-        Family::ALL.iter().map(|&family| total(family)).filter(|t| t.n_tensors > 0).collect()
+        Family::all().map(total).filter(|t| t.n_tensors > 0).collect()
     }
 
     /// Anonymous memory that a build with `n_threads` threads needs at most, by the sizes of its buffers.

@@ -6,7 +6,8 @@ use regex::Regex;
 use serde::{Deserialize, Serialize};
 
 use super::PlanError;
-use crate::block::{BlockType, Objective};
+use crate::block::{BlockType, Objective, UnknownBlockType};
+use crate::gguf::Gguf;
 use crate::model::{Family, TensorSpec};
 
 /// Which type every tensor of a model becomes, and how it is quantized.
@@ -86,7 +87,7 @@ impl Recipe {
             "mxfp4" => [BlockType::Mxfp4; 2],
             _ => return None,
         };
-        let types = Family::ALL.iter().map(|&family| {
+        let types = Family::all().map(|family| {
             let target = match family {
                 Family::RoutedGate | Family::RoutedUp => gate_up,
                 Family::RoutedDown => down,
@@ -132,6 +133,22 @@ impl Recipe {
         recipe.compile(1).map(|_| recipe)
     }
 
+    /// The recipe that gives every tensor the type it has in a file, with the settings the file records.
+    ///
+    /// # Errors
+    /// [`PlanError::Recipe`] if the recorded recipe is damaged.
+    pub fn of_file(gguf: &Gguf) -> Result<Self, PlanError> {
+        let recorded = gguf.metadata().get("ggsmith.recipe").and_then(|v| v.as_str());
+        let mut recipe = match recorded {
+            Some(text) => Self::from_toml(text)?,
+            None => Self::built_in("q2").expect("a built-in recipe"),
+        };
+        recipe.rules.extend(gguf.tensors().iter().map(|tensor| {
+            Rule::for_tensors(&format!("^{}$", regex::escape(&tensor.name)), tensor.block_type)
+        }));
+        Ok(recipe)
+    }
+
     /// The recipe as TOML text, as [`Recipe::from_toml`] reads it.
     pub fn to_toml(&self) -> String {
         toml::to_string(self).expect("a recipe holds only strings, numbers and tables")
@@ -158,7 +175,7 @@ impl Recipe {
                 types.insert(family, target);
             }
         }
-        for family in Family::ALL {
+        for family in Family::all() {
             if !self.types.contains_key(family.name()) {
                 problems.push(format!("[types]: no type for `{}`", family.name()));
             }
@@ -181,12 +198,12 @@ impl Recipe {
 }
 
 fn unknown_family(name: &str) -> String {
-    let known: Vec<_> = Family::ALL.iter().map(|f| f.name()).collect();
+    let known: Vec<_> = Family::all().map(Family::name).collect();
     format!("no family is called `{name}`; known families: {}", known.join(", "))
 }
 
 fn parse_type(name: &str, problems: &mut Vec<String>) -> Option<BlockType> {
-    name.parse().map_err(|e: crate::block::UnknownBlockType| problems.push(e.to_string())).ok()
+    name.parse().map_err(|e: UnknownBlockType| problems.push(e.to_string())).ok()
 }
 
 impl Rule {

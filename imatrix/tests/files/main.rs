@@ -1,0 +1,8 @@
+//! Importance matrix files through the public API.
+
+mod combine;
+mod common;
+mod coverage;
+mod gguf;
+mod golden;
+mod legacy;
