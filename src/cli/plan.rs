@@ -75,7 +75,7 @@ impl View<'_> {
             "families": plan.family_totals(),
             "tensors": plan.tensors,
             "fallbacks": plan.fallbacks,
-            "set_aside": plan.set_aside.iter().map(|(name, bytes)| json!({"tensor": name, "bytes": bytes})).collect::<Vec<_>>(),
+            "set_aside": plan.set_aside,
             "tensor_bytes": plan.tensor_bytes(),
             "file_bytes": plan.file_bytes(),
             "peak_memory_bytes": plan.peak_memory_bytes(self.threads),
@@ -97,12 +97,11 @@ impl View<'_> {
                 fallback.tensor, fallback.n_columns, fallback.used, fallback.wanted
             );
         }
-        if !plan.set_aside.is_empty() {
-            let bytes = plan.set_aside.iter().map(|(_, bytes)| bytes).sum();
+        if plan.set_aside.n_tensors > 0 {
             text += &format!(
-                "\n{} tensors of drafting heads (mtp.*, {}) stay out of the file",
-                plan.set_aside.len(),
-                units::bytes(bytes)
+                "\n{} tensors ({}) stay out of the file: drafting heads and what no runtime uses",
+                plan.set_aside.n_tensors,
+                units::bytes(plan.set_aside.n_bytes)
             );
         }
         let free = free_bytes(&folder(out))?;

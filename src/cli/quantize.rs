@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::Args;
 use gguf_tools::build::{BuildOptions, BuildReport, build};
 use gguf_tools::plan::{Conversion, Plan};
-use imatrix::{Imatrix, MissingPolicy};
+use imatrix::{Imatrix, MissingPolicy, StackedTensor, TensorCoverage};
 
 use super::arguments::{
     ImportanceArguments, Missing, RecipeArguments, SourceArguments, importance_of, make_plan,
@@ -105,13 +105,18 @@ pub fn report_coverage(
         .iter()
         .filter(|t| t.conversion == Conversion::Quantize)
         .filter(|t| t.target.format().is_some_and(|f| f.uses_importance()))
-        .map(|t| (t.spec.gguf_name.as_str(), t.n_matrices(), t.n_columns()))
+        .map(|t| StackedTensor {
+            tensor: &t.spec.gguf_name,
+            sources: &t.spec.sources,
+            n_experts: t.n_matrices(),
+            n_columns: t.n_columns(),
+        })
         .collect();
     let coverage = matrix.coverage(&wanted);
     if !json {
         let rows: Vec<_> = coverage.tensors.iter().map(coverage_row).collect();
-        eprintln!("importance matrix: {}", matrix.format_name());
-        eprintln!("{}", table(&["tensor", "found", "experts seen", "unseen", "least count", "median count"], 2, &rows));
+        eprintln!("importance matrix: {}", matrix.format());
+        eprintln!("{}", table(&["tensor", "found", "experts seen", "least count", "median count"], 2, &rows));
     }
     let policy = match options.missing() {
         Missing::Error => MissingPolicy::Error,
@@ -121,6 +126,17 @@ pub fn report_coverage(
         eprintln!("warning: {warning}");
     }
     Ok(())
+}
+
+fn coverage_row(tensor: &TensorCoverage) -> Vec<String> {
+    let count = |value: Option<f64>| value.map_or_else(|| "unknown".to_owned(), |n| n.to_string());
+    vec![
+        tensor.tensor.clone(),
+        if tensor.matched { "yes" } else { "no entry" }.to_owned(),
+        format!("{} of {}", tensor.n_seen, tensor.n_experts),
+        count(tensor.counts.map(|c| c.min)),
+        count(tensor.counts.map(|c| c.median)),
+    ]
 }
 
 fn closing_text(report: &BuildReport) -> String {
