@@ -45,7 +45,7 @@ pub enum ImatrixError {
     },
     /// The structure is damaged, so no entry can be trusted.
     #[error(
-        "imatrix `{}` (read as {format}, by its first bytes) is damaged{}; copy or collect it again",
+        "imatrix `{}` (read as {format}, by its first bytes) is damaged{}\n  copy or collect it again",
         path.display(), Lines(problems)
     )]
     Damaged {
@@ -58,8 +58,8 @@ pub enum ImatrixError {
     },
     /// The file does not serve the tensors of the plan.
     #[error(
-        "imatrix `{file_name}` does not cover what is to be quantized{}; collect more text, or pass \
-         `--imatrix-missing fallback` without `--imatrix-strict`",
+        "imatrix `{file_name}` does not cover what is to be quantized{}\n  collect more text, or \
+         pass `--imatrix-missing fallback` without `--imatrix-strict`",
         Lines(findings)
     )]
     Coverage {
@@ -198,8 +198,8 @@ impl<T: fmt::Display> fmt::Display for Lines<'_, T> {
             write!(f, "\n  {item}")?;
         }
         match self.0.len().saturating_sub(MOST_LINES) {
-            0 => writeln!(f),
-            more => writeln!(f, "\n  and {more} more"),
+            0 => Ok(()),
+            more => write!(f, "\n  and {more} more"),
         }
     }
 }

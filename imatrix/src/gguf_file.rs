@@ -95,7 +95,7 @@ fn read_keys(metadata: &Metadata, contents: &mut Contents, problems: &mut Vec<Pr
     contents.n_chunks = number("imatrix.chunk_count");
     contents.chunk_size = number("imatrix.chunk_size");
     match metadata.get("imatrix.datasets").and_then(Value::as_array).and_then(Array::as_strs) {
-        Some(names) => contents.datasets = names.iter().map(|name| (*name).to_owned()).collect(),
+        Some(names) => contents.datasets = names.to_vec(),
         None => problems.push(Problem::of_file("no list of names under the key `imatrix.datasets`", "one")),
     }
 }

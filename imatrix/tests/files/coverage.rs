@@ -58,7 +58,11 @@ fn what_is_missing_is_an_error_a_warning_or_in_strict_mode_an_error_again() {
     {
         let error = coverage.judge(policy, strict).unwrap_err();
         let text = message(&error);
-        assert!(text.contains(GATE) && text.contains(QUERY) && !text.contains(DOWN), "{text}");
+        let lines: Vec<_> = text.lines().collect();
+        assert!(lines[0].ends_with("does not cover what is to be quantized"), "{text}");
+        assert_eq!(lines[1..3], findings.iter().map(|f| format!("  {f}")).collect::<Vec<_>>());
+        assert!(lines[3].contains("--imatrix-missing fallback"), "{text}");
+        assert_eq!(lines.len(), 4, "the tensor that is covered is not listed");
     }
     let complete = imatrix.coverage(&tensors[1..2]);
     assert_eq!(complete.judge(MissingPolicy::Error, true).unwrap(), []);

@@ -128,6 +128,20 @@ fn a_gguf_file_is_read_whatever_its_suffix() {
     assert_eq!(imatrix.format().to_string(), "GGUF imatrix");
 }
 
+#[test]
+fn every_byte_set_to_zero_one_and_the_largest_never_panics() {
+    let bytes = small();
+    for at in 0..bytes.len() {
+        for value in [0, 1, u8::MAX] {
+            let mut changed = bytes.clone();
+            changed[at] = value;
+            if let Err(error) = open(&changed) {
+                assert!(message(&error).contains("tmp"), "the message names the file: {error}");
+            }
+        }
+    }
+}
+
 proptest! {
     #[test]
     fn changed_bytes_never_panic_and_never_give_bad_weights(
