@@ -10,10 +10,10 @@ use gguf_tools::progress::Silent;
 use gguf_tools::synth::{Shape, SynthOptions, write_checkpoint};
 use serde_json::{Value as Json, json};
 use sha2::{Digest, Sha256};
-use test_vectors::fixtures;
+use test_vectors::{fixtures, hex};
 
 fn sha256(text: &str) -> String {
-    Sha256::digest(text.as_bytes()).iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&Sha256::digest(text.as_bytes()))
 }
 
 /// A list of texts as Python prints it.
@@ -41,7 +41,7 @@ fn as_text(value: &Value) -> String {
 #[test]
 fn the_vocabulary_of_the_tiny_checkpoint_is_what_llama_cpp_writes() {
     let Some(folder) = fixtures("golden tokenizer") else { return };
-    let checkpoint = Checkpoint::open(&folder.join("tiny-native")).unwrap();
+    let checkpoint = Checkpoint::open(folder.join("tiny-native")).unwrap();
     let header = fs::read_to_string(folder.join("golden/llamacpp_header.txt")).unwrap();
     let mut ours = tokenizer::metadata(&checkpoint).unwrap();
     for (key, golden) in
@@ -186,7 +186,10 @@ fn tools_calls_and_results_render_in_dsml_and_keep_all_reasoning() {
     let results =
         "<｜User｜><tool_result>rain</tool_result>\n\n<tool_result>snow</tool_result><｜Assistant｜><think>";
     assert!(text.ends_with(&format!("{called}{EOS}{results}")), "{text}");
-    assert!(text.starts_with(&format!("{BOS}## Tools")) && text.contains("{\"name\": \"weather\"}"), "{text}");
+    assert!(
+        text.starts_with(&format!("{BOS}## Tools")) && text.contains("{\"name\": \"weather\"}"),
+        "{text}"
+    );
 }
 
 #[test]

@@ -65,7 +65,7 @@ impl Copy {
     }
 
     fn shard(&self, number: usize) -> PathBuf {
-        Checkpoint::open(&SOUND.path().join("sound")).unwrap().shard_paths()[number]
+        Checkpoint::open(SOUND.path().join("sound")).unwrap().shard_paths()[number]
             .file_name()
             .map(|name| self.folder.join(name))
             .unwrap()
@@ -73,7 +73,7 @@ impl Copy {
 
     /// The shard that holds a tensor.
     fn shard_of(&self, tensor: &str) -> PathBuf {
-        let sound = Checkpoint::open(&SOUND.path().join("sound")).unwrap();
+        let sound = Checkpoint::open(SOUND.path().join("sound")).unwrap();
         self.shard(sound.tensor(tensor).unwrap().shard)
     }
 
@@ -201,6 +201,35 @@ fn other_spellings_of_the_same_values_read_alike() {
 }
 
 #[test]
+fn scales_in_single_precision_give_the_same_values() {
+    let sound = copy();
+    for (weight, scale) in [(DENSE, DENSE_SCALE), (EXPERT, EXPERT_SCALE)] {
+        let expected = sound.read(weight, 0..256).unwrap();
+        let widened = copy();
+        rewrite(&widened.shard_of(scale), 0, |header, data| {
+            let old = header.remove(scale).unwrap();
+            let range = |i: usize| old["data_offsets"][i].as_u64().unwrap() as usize;
+            let values: Vec<u8> = data[range(0)..range(1)]
+                .iter()
+                .flat_map(|byte| f32::from_bits(u32::from(*byte) << 23).to_le_bytes())
+                .collect();
+            // The old bytes stay where they are, as part of a drafter, so that no other offset changes.
+            header.insert("mtp.0.old".to_owned(), old.clone());
+            let offsets = [data.len(), data.len() + values.len()];
+            header.insert(
+                scale.to_owned(),
+                json!({ "dtype": "F32", "shape": old["shape"], "data_offsets": offsets }),
+            );
+            data.extend(values);
+        });
+        widened.open().unwrap().demand_sound().unwrap();
+        assert_eq!(widened.read(weight, 0..256).unwrap(), expected, "{weight}");
+    }
+    let mut blocks = vec![0; 256 * 8 * 17];
+    assert!(sound.open().unwrap().read_fp4_as_mxfp4(EXPERT, &mut blocks).is_ok());
+}
+
+#[test]
 fn any_alignment_of_the_data_reads_alike() {
     let sound = copy();
     let (tensor, other) = ("layers.0.hc_attn_fn", "layers.0.ffn.gate.tid2eid");
@@ -265,7 +294,7 @@ fn a_folder_without_a_checkpoint_says_what_is_missing() {
     assert!(copy.refusal().contains("LFS pointer"));
     fs::write(copy.folder.join("config.json"), "{").unwrap();
     assert!(copy.refusal().contains("config.json: is not valid JSON"));
-    assert!(Checkpoint::open(&copy.folder.join("nothing")).unwrap_err().to_string().contains("not a folder"));
+    assert!(Checkpoint::open(copy.folder.join("nothing")).unwrap_err().to_string().contains("not a folder"));
 }
 
 #[test]
@@ -311,7 +340,8 @@ fn a_tensor_read_as_what_it_is_not_is_refused() {
     let dense = checkpoint.read_fp4_as_mxfp4(DENSE, &mut blocks).unwrap_err().to_string();
     assert!(dense.contains("stored as FP8"), "{dense}");
     let mut values = vec![0.0; 512 * 2];
-    let table = checkpoint.read_rows_f32("layers.0.ffn.gate.tid2eid", 0..512, &mut values).unwrap_err().to_string();
+    let table =
+        checkpoint.read_rows_f32("layers.0.ffn.gate.tid2eid", 0..512, &mut values).unwrap_err().to_string();
     assert!(table.contains("I64 integers"), "{table}");
     let absent = checkpoint.read_rows_f32("no.such", 0..1, &mut values).unwrap_err();
     assert!(matches!(absent, CheckpointError::NoSuchTensor(name) if name == "no.such"));
@@ -325,7 +355,7 @@ fn the_label_and_revision_of_a_hub_snapshot_are_its_repository_and_commit() {
     fs::create_dir_all(&snapshots).unwrap();
     let copy = copy();
     fs::rename(&copy.folder, snapshots.join(commit)).unwrap();
-    let mut checkpoint = Checkpoint::open(&snapshots.join(commit)).unwrap();
+    let mut checkpoint = Checkpoint::open(snapshots.join(commit)).unwrap();
     assert_eq!((checkpoint.label(), checkpoint.revision()), ("DeepSeek-V4-Flash", Some(commit)));
     checkpoint.set_label("mine");
     assert_eq!(checkpoint.label(), "mine");

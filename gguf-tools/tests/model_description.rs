@@ -309,7 +309,7 @@ fn printed(value: &Value) -> String {
 #[test]
 fn metadata_is_what_llama_cpp_writes_plus_what_ds4_needs() {
     let Some(folder) = fixtures("golden metadata") else { return };
-    let checkpoint = Checkpoint::open(&folder.join("tiny-native")).unwrap();
+    let checkpoint = Checkpoint::open(folder.join("tiny-native")).unwrap();
     let header = std::fs::read_to_string(folder.join("golden/llamacpp_header.txt")).unwrap();
     let mut ours = checkpoint.hyper_parameters().to_metadata();
     for (key, value) in tokenizer::sampling_metadata(&checkpoint).unwrap().iter() {

@@ -9,6 +9,7 @@ use gguf_tools::model::Family;
 use gguf_tools::progress::{Silent, StopFlag};
 use gguf_tools::synth::{Shape, SynthError, SynthOptions, write_checkpoint};
 use sha2::{Digest, Sha256};
+use test_vectors::hex;
 
 /// SHA-256 over names and bytes of all files of a folder.
 fn folder_hash(folder: &Path) -> String {
@@ -19,7 +20,7 @@ fn folder_hash(folder: &Path) -> String {
         hasher.update(path.file_name().unwrap().as_encoded_bytes());
         hasher.update(fs::read(&path).unwrap());
     }
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&hasher.finalize())
 }
 
 fn folder_bytes(folder: &Path) -> u64 {
