@@ -5,7 +5,7 @@
 
 use super::deepseek4::{ARCHITECTURE, contradictions};
 use super::{FieldProblem, HyperParameters, ModelError, RopeScaling};
-use crate::gguf::{Metadata, Value};
+use crate::gguf::{Array, Metadata, Value};
 
 /// `expert_gating_func` of square root of softplus.
 const GATING_SQRT_SOFTPLUS: u32 = 4;
@@ -238,7 +238,7 @@ impl Keys<'_> {
     }
 
     fn ratios(&mut self) -> Vec<u32> {
-        let list = self.value("compress_ratios").and_then(Value::as_array).and_then(|list| list.as_i64s());
+        let list = self.value("compress_ratios").and_then(Value::as_array).and_then(Array::as_i64s);
         let ratios = list.and_then(|list| {
             list.into_iter().map(|ratio| u32::try_from(ratio).ok()).collect::<Option<Vec<u32>>>()
         });
@@ -256,7 +256,7 @@ impl Keys<'_> {
         let mut limits = Vec::new();
         for field in [SWIGLU_EXPERTS, SWIGLU_SHARED] {
             let Some(value) = self.value(field) else { continue };
-            match value.as_array().map_or_else(|| value.as_f64().map(|x| vec![x]), |list| list.as_f64s()) {
+            match value.as_array().map_or_else(|| value.as_f64().map(|x| vec![x]), Array::as_f64s) {
                 Some(list) => limits.extend(list.into_iter().map(|x| x as f32)),
                 None => self.problem(field, "expected a number or a list of numbers".to_owned()),
             }
