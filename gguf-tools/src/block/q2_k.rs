@@ -1,6 +1,6 @@
 //! Q2_K: sixteen sub-blocks of 16 two-bit codes, each with a four-bit scale and a four-bit minimum.
 
-use super::affine::AffineFormat;
+use super::affine::{AffineFormat, Starts};
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
 use super::super_block::{SuperBlock, bytes_of, turned_back};
 use super::{Guide, RowQuantizer};
@@ -37,8 +37,14 @@ impl Block<256, 84> for BlockQ2K {
     }
 }
 
-const FORMAT: AffineFormat =
-    AffineFormat { codes: 3.0, scales: 15.0, first: -0.9, step: 0.1, n: 19, refits: 3 };
+const FORMAT: AffineFormat = AffineFormat {
+    codes: 3.0,
+    scales: 15.0,
+    starts: Starts { first: -0.6, step: 0.3, n: 6 },
+    offsets: &[-0.15, -0.05, 0.05, 0.15, 0.25, 0.35],
+    reach: 2,
+    refits: 3,
+};
 
 impl QuantizeBlock<256, 84> for BlockQ2K {
     #[inline(always)]

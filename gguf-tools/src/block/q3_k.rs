@@ -2,6 +2,7 @@
 
 use half::f16;
 
+use super::affine::Starts;
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
 use super::q2_k::pack_pairs;
 use super::super_block::{SuperBlock, bytes_of, turned_back};
@@ -52,9 +53,7 @@ impl Block<256, 110> for BlockQ3K {
 const FORMAT: SymmetricFormat = SymmetricFormat {
     codes: [-4.0, 3.0],
     scales: [-32.0, 31.0],
-    first: 2.2,
-    step: 0.2,
-    n: 14,
+    starts: Starts { first: 2.2, step: 0.2, n: 14 },
     both_signs: true,
     refits: 2,
 };

@@ -1,6 +1,6 @@
 //! Q4_K and Q5_K: eight sub-blocks of 32 codes, each with a six-bit scale and a six-bit minimum.
 
-use super::affine::{AffineBlock, AffineFormat};
+use super::affine::{AffineBlock, AffineFormat, Starts};
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
 use super::super_block::{SuperBlock, bytes_of, turned_back};
 use super::{Guide, RowQuantizer};
@@ -76,10 +76,15 @@ impl Block<256, 176> for BlockQ5K {
     }
 }
 
-const Q4_K_FORMAT: AffineFormat =
-    AffineFormat { codes: 15.0, scales: 63.0, first: -2.0, step: 0.2, n: 17, refits: 2 };
-const Q5_K_FORMAT: AffineFormat =
-    AffineFormat { codes: 31.0, scales: 63.0, first: -2.0, step: 0.2, n: 17, refits: 2 };
+const Q4_K_FORMAT: AffineFormat = AffineFormat {
+    codes: 15.0,
+    scales: 63.0,
+    starts: Starts { first: -2.0, step: 0.4, n: 9 },
+    offsets: &[-0.02, 0.0, 0.02, 0.04, 0.06],
+    reach: 1,
+    refits: 2,
+};
+const Q5_K_FORMAT: AffineFormat = AffineFormat { codes: 31.0, ..Q4_K_FORMAT };
 
 impl QuantizeBlock<256, 144> for BlockQ4K {
     #[inline(always)]

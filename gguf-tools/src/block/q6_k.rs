@@ -2,6 +2,7 @@
 
 use half::f16;
 
+use super::affine::Starts;
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
 use super::super_block::{SuperBlock, bytes_of, turned_back};
 use super::symmetric::SymmetricFormat;
@@ -43,9 +44,7 @@ impl Block<256, 210> for BlockQ6K {
 const FORMAT: SymmetricFormat = SymmetricFormat {
     codes: [-32.0, 31.0],
     scales: [-128.0, 127.0],
-    first: 29.5,
-    step: 0.3,
-    n: 12,
+    starts: Starts { first: 29.5, step: 0.3, n: 12 },
     both_signs: false,
     refits: 1,
 };

@@ -5,6 +5,7 @@
 
 use half::f16;
 
+use super::affine::Starts;
 use super::super_block::{SuperBlock, highest};
 use crate::simd::Lanes;
 
@@ -15,10 +16,8 @@ pub(super) struct SymmetricFormat {
     pub(super) codes: [f32; 2],
     /// Lowest and highest scale.
     pub(super) scales: [f32; 2],
-    /// Starts of a sub-block's fit: its largest magnitude is laid on code `first + step * k`, `k` below `n`.
-    pub(super) first: f32,
-    pub(super) step: f32,
-    pub(super) n: usize,
+    /// Starts of a sub-block's fit: the magnitude of the code on which its largest magnitude is laid.
+    pub(super) starts: Starts,
     /// Whether the starts are tried with both signs of the scale.
     pub(super) both_signs: bool,
     /// Times that `d` is fitted again.
@@ -48,7 +47,10 @@ impl SymmetricFormat {
         gain: f32,
     ) -> SymmetricBlock<L, N, ROUNDS> {
         let zero = L::splat(0.0);
-        let fits: [Fit<L>; ROUNDS] = std::array::from_fn(|r| self.fit(&block.x[r], &block.w[r]));
+        let mut fits = [Fit { scale: zero, squares: zero }; ROUNDS];
+        for r in 0..ROUNDS {
+            fits[r] = self.fit(&block.x[r], &block.w[r]);
+        }
         let mut d = block.rounded(self.choose_d(&fits));
         let mut best = (f32::INFINITY, d, [zero; ROUNDS]);
         for refit in 0..=self.refits {
@@ -112,9 +114,11 @@ impl SymmetricFormat {
         let one_step = L::splat(-1.0) / largest;
         let mut best = Fit { scale: zero, squares: zero };
         let mut explained = zero;
-        for k in 0..self.n {
-            let inverse = one_step * L::splat(self.first + self.step * k as f32);
-            for inverse in [inverse, zero - inverse].into_iter().take(1 + usize::from(self.both_signs)) {
+        for k in 0..self.starts.n {
+            let inverse = one_step * L::splat(self.starts.first + self.starts.step * k as f32);
+            let both = [inverse, zero - inverse];
+            for s in 0..1 + usize::from(self.both_signs) {
+                let inverse = both[s];
                 let (squares, products) = self.sums(x, w, inverse);
                 let scale = products / squares.max(L::splat(1e-30));
                 let gain = scale * products;
