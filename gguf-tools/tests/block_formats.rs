@@ -298,3 +298,24 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn fp4_weights_are_held_exactly_by_five_and_six_bit_formats() {
+    let e2m1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0];
+    let draws = gaussian(5, 4096);
+    let row: Vec<f32> = (0..4096)
+        .map(|i| {
+            let exponent = (i / 32 * 7 % 3) as i32 - 8;
+            e2m1[(draws[i].abs() * 1e6) as usize % e2m1.len()] * 2f32.powi(exponent)
+        })
+        .collect();
+    for block_type in [BlockType::Q5K, BlockType::Q6K] {
+        let bytes = quantize(block_type, &row, 4096, Guide::default());
+        assert_eq!(dequantize(block_type, &bytes), row, "{block_type}");
+    }
+    let small: Vec<f32> = (0..512).map(|i| (i * 5 % 4) as f32 * 0.25).collect();
+    for block_type in [BlockType::Q2K, BlockType::Q3K, BlockType::Q4K] {
+        let bytes = quantize(block_type, &small, 512, Guide::default());
+        assert_eq!(dequantize(block_type, &bytes), small, "{block_type}");
+    }
+}

@@ -5,6 +5,7 @@
 //! still works in every command that copies or lists tensors.
 
 mod affine;
+mod exact;
 mod float;
 mod iq4_nl;
 mod layout;
