@@ -32,7 +32,7 @@ impl Block<256, 84> for BlockQ2K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 84>(guide)
+        Some(by_block::<Self, 256, 84>(guide))
     }
 }
 

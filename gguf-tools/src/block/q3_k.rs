@@ -43,7 +43,7 @@ impl Block<256, 110> for BlockQ3K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 110>(guide)
+        Some(by_block::<Self, 256, 110>(guide))
     }
 }
 

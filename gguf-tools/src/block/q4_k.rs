@@ -57,7 +57,7 @@ impl Block<256, 144> for BlockQ4K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 144>(guide)
+        Some(by_block::<Self, 256, 144>(guide))
     }
 }
 
@@ -72,7 +72,7 @@ impl Block<256, 176> for BlockQ5K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 176>(guide)
+        Some(by_block::<Self, 256, 176>(guide))
     }
 }
 

@@ -34,7 +34,7 @@ impl Block<256, 210> for BlockQ6K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 210>(guide)
+        Some(by_block::<Self, 256, 210>(guide))
     }
 }
 

@@ -131,7 +131,7 @@ impl SymmetricFormat {
         for k in 0..self.starts.n {
             let inverse = one_step * L::splat(self.starts.first + self.starts.step * k as f32);
             let both = [inverse, zero - inverse];
-            for s in 0..1 + usize::from(self.both_signs) {
+            for s in 0..=usize::from(self.both_signs) {
                 let inverse = both[s];
                 let (squares, products) = self.sums(x, w, inverse);
                 let scale = products / squares.max(L::splat(1e-30));
