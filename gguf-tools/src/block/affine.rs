@@ -23,6 +23,8 @@ pub(super) struct AffineFormat {
     pub(super) reach: usize,
     /// Times that `d` and `dmin` are fitted again.
     pub(super) refits: usize,
+    /// Factor on the stored `d` and `dmin` unless the guide gives one.
+    pub(super) gain: f32,
 }
 
 /// `first + step * k`, `k` below `n`.
@@ -65,7 +67,7 @@ struct Choice<L> {
 }
 
 impl AffineFormat {
-    /// What to store for a super-block: exact where that is possible, else the outcome of the search.
+    /// What to store for a super-block: exact where that is possible (and then without a gain), else the outcome of the search.
     #[inline(always)]
     pub(super) fn quantize<L: Lanes, const N: usize, const ROUNDS: usize, const BLOCKS: usize>(
         self,
@@ -77,7 +79,7 @@ impl AffineFormat {
             return stored;
         }
         match SuperBlock::<L, N, ROUNDS>::new(guide, values, importance) {
-            Some(block) => self.search(&block, guide.scale_gain.unwrap_or(1.0)),
+            Some(block) => self.search(&block, guide.scale_gain.unwrap_or(self.gain)),
             None => Stored::zeros(0.0),
         }
     }

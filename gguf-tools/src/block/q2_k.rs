@@ -36,6 +36,8 @@ impl Block<256, 84> for BlockQ2K {
     }
 }
 
+/// Least squares with so few codes leaves the weights 4 % too small (the product with the source, not the error). The gain
+/// takes half of that back for 1 % more error: both are then closer to the source than with ggml's search.
 const FORMAT: AffineFormat = AffineFormat {
     codes: 3.0,
     scales: 15.0,
@@ -43,6 +45,7 @@ const FORMAT: AffineFormat = AffineFormat {
     offsets: &[-0.15, -0.05, 0.05, 0.15, 0.25, 0.35],
     reach: 2,
     refits: 3,
+    gain: 1.02,
 };
 
 impl QuantizeBlock<256, 84> for BlockQ2K {

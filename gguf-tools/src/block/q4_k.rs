@@ -83,6 +83,7 @@ const Q4_K_FORMAT: AffineFormat = AffineFormat {
     offsets: &[-0.02, 0.0, 0.02, 0.04, 0.06],
     reach: 1,
     refits: 2,
+    gain: 1.0,
 };
 const Q5_K_FORMAT: AffineFormat = AffineFormat { codes: 31.0, ..Q4_K_FORMAT };
 

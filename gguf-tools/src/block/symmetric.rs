@@ -31,7 +31,7 @@ struct Fit<L> {
 }
 
 impl SymmetricFormat {
-    /// What to store for a super-block: exact where that is possible, else the outcome of the search.
+    /// What to store for a super-block: exact where that is possible (and then without a gain), else the outcome of the search.
     #[inline(always)]
     pub(super) fn quantize<L: Lanes, const N: usize, const ROUNDS: usize, const BLOCKS: usize>(
         self,
