@@ -1,12 +1,11 @@
 //! The search behind Q2_K, Q4_K and Q5_K: `x = d * scale * code - dmin * minimum`.
 //!
-//! First each sub-block is fitted by itself (real scale and minimum, weighted least squares over many starts), then `d` and
+//! First each sub-block is fitted by itself (real scale and minimum: weighted least squares from a grid of starts), then `d` and
 //! `dmin` are chosen by what rounding the sub-blocks' scales and minimums to multiples of them costs, then codes, scales and minimums are
 //! chosen for the stored `d` and `dmin`, and these are fitted again to what was chosen as long as the error falls.
 
-use half::f16;
-
-use super::super_block::{SuperBlock, highest};
+use super::super_block::{Stored, SuperBlock, bytes_of, highest, turned_back};
+use super::{Guide, exact};
 use crate::simd::Lanes;
 
 /// What the format can hold and how long to search.
@@ -16,21 +15,24 @@ pub(super) struct AffineFormat {
     pub(super) codes: f32,
     /// Highest scale and minimum.
     pub(super) scales: f32,
-    /// Starts of a sub-block's fit: the range of its values is laid over `codes + first + step * k` steps, `k` below `n`.
+    /// Starts of a sub-block's fit: the range of its values is laid over so many steps more than `codes`,
+    pub(super) starts: Starts,
+    /// from so much of the range above its lowest value: all pairs.
+    pub(super) offsets: &'static [f32],
+    /// How far from the fitted scale the stored one is sought.
+    pub(super) reach: usize,
+    /// Times that `d` and `dmin` are fitted again.
+    pub(super) refits: usize,
+    /// Factor on the stored `d` and `dmin` unless the guide gives one.
+    pub(super) gain: f32,
+}
+
+/// `first + step * k`, `k` below `n`.
+#[derive(Clone, Copy)]
+pub(super) struct Starts {
     pub(super) first: f32,
     pub(super) step: f32,
     pub(super) n: usize,
-    /// Times that `d` and `dmin` are fitted again.
-    pub(super) refits: usize,
-}
-
-/// Everything that a super-block stores, one lane a sub-block.
-pub(super) struct AffineBlock<L, const N: usize, const ROUNDS: usize> {
-    pub(super) d: f16,
-    pub(super) dmin: f16,
-    pub(super) scales: [L; ROUNDS],
-    pub(super) minimums: [L; ROUNDS],
-    pub(super) codes: [[L; N]; ROUNDS],
 }
 
 /// A sub-block's best fit by itself: `x = scale * code - minimum`, and the sums over its codes.
@@ -65,13 +67,30 @@ struct Choice<L> {
 }
 
 impl AffineFormat {
+    /// What to store for a super-block: exact where that is possible (and then without a gain), else the outcome of the search.
+    #[inline(always)]
+    pub(super) fn quantize<L: Lanes, const N: usize, const ROUNDS: usize, const BLOCKS: usize>(
+        self,
+        guide: &Guide<'_>,
+        values: &[f32; 256],
+        importance: Option<&[f32; 256]>,
+    ) -> Stored {
+        if let Some(stored) = exact::affine::<BLOCKS>(values, self.codes, self.scales as u8) {
+            return stored;
+        }
+        match SuperBlock::<L, N, ROUNDS>::new(guide, values, importance) {
+            Some(block) => self.search(&block, guide.scale_gain.unwrap_or(self.gain)),
+            None => Stored::zeros(0.0),
+        }
+    }
+
     /// `gain`: factor on the stored scales in the end.
     #[inline(always)]
-    pub(super) fn search<L: Lanes, const N: usize, const ROUNDS: usize>(
+    fn search<L: Lanes, const N: usize, const ROUNDS: usize>(
         self,
         block: &SuperBlock<L, N, ROUNDS>,
         gain: f32,
-    ) -> AffineBlock<L, N, ROUNDS> {
+    ) -> Stored {
         let zero = L::splat(0.0);
         let mut totals = [Totals { w: zero, x: zero }; ROUNDS];
         let start = Fit { scale: zero, minimum: zero, sums: Sums { l: zero, ll: zero, lx: zero } };
@@ -118,12 +137,12 @@ impl AffineFormat {
                 codes[r][i] = self.code(block.x[r][i], inverse, offset * inverse);
             }
         }
-        AffineBlock {
+        Stored {
             d: block.rounded(d.1 * gain).0,
             dmin: block.rounded(dmin.1 * gain).0,
-            scales: std::array::from_fn(|r| choices[r].scale),
-            minimums: std::array::from_fn(|r| choices[r].minimum),
-            codes,
+            scales: bytes_of(&choices.map(|choice| choice.scale)),
+            minimums: bytes_of(&choices.map(|choice| choice.minimum)),
+            codes: turned_back(&codes),
         }
     }
 
@@ -147,7 +166,7 @@ impl AffineFormat {
         sums
     }
 
-    /// Fits each sub-block by itself: many starts, each followed by the least-squares scale and minimum of its codes.
+    /// Fits each sub-block by itself: a grid of starts, each followed by the least-squares scale and minimum of its codes.
     #[inline(always)]
     fn fit<L: Lanes, const N: usize>(self, x: &[L; N], w: &[L; N], totals: Totals<L>) -> Fit<L> {
         let zero = L::splat(0.0);
@@ -158,19 +177,18 @@ impl AffineFormat {
         // A constant sub-block has no range; the tiny one keeps its codes at zero and the arithmetic finite.
         let range = (highest - lowest).max(L::splat(1e-20));
         let one_step = L::splat(1.0) / range;
-        let mut minimum = lowest;
         let none = Sums { l: zero, ll: zero, lx: zero };
         let mut best = Fit { scale: zero, minimum: zero - lowest, sums: none };
         let mut explained = zero;
-        for k in 0..self.n {
-            let steps = self.codes + self.first + self.step * k as f32;
-            let inverse = one_step * L::splat(steps);
-            let sums = self.sums(x, w, inverse, zero - minimum * inverse);
+        for start in 0..self.starts.n * self.offsets.len() {
+            let (k, j) = (start % self.starts.n, start / self.starts.n);
+            let inverse = one_step * L::splat(self.codes + self.starts.first + self.starts.step * k as f32);
+            let from = lowest + range * L::splat(self.offsets[j]);
+            let sums = self.sums(x, w, inverse, zero - from * inverse);
             let (scale, offset) = solve(sums, totals);
             let gain = scale * sums.lx + offset * totals.x;
             let better = explained.less(gain);
             explained = L::select(better, gain, explained);
-            minimum = L::select(better, offset, minimum);
             best.scale = L::select(better, scale, best.scale);
             best.minimum = L::select(better, zero - offset, best.minimum);
             best.sums.l = L::select(better, sums.l, best.sums.l);
@@ -257,7 +275,9 @@ impl AffineFormat {
         let one = L::splat(1.0);
         let near = self.nearest(fit.scale, d);
         let mut best = Choice { scale: zero, minimum: zero, error: L::splat(f32::INFINITY) };
-        for shift in [0.0, -1.0, 1.0] {
+        for shift in 0..=2 * self.reach {
+            // 0, -1, 1, -2, 2
+            let shift = if shift % 2 == 0 { shift as f32 / 2.0 } else { (shift as f32 + 1.0) / -2.0 };
             let scale = (near + L::splat(shift)).max(zero).min(L::splat(self.scales));
             let wanted = wanted_minimum(L::splat(d) * scale, fit.sums, totals);
             let minimum = self.nearest(wanted, dmin);
