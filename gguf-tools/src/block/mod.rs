@@ -4,6 +4,11 @@
 //! bytes per block, and what can be computed with it. A format that is only sized (not computed)
 //! still works in every command that copies or lists tensors.
 
+mod codebook;
+mod grids;
+mod iq2_xs;
+mod iq2_xxs;
+mod iq3_xxs;
 mod registry;
 
 pub use registry::{BlockType, UnknownBlockType};
