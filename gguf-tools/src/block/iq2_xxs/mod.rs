@@ -4,8 +4,11 @@
 //! `f16 d`; then two 32-bit words for each 32 values: four entry numbers of one byte; four 7-bit sign indices
 //! with the scale index in the top four bits. Value = `d (0.5 + scale index) / 4 * magnitude * sign`.
 
+mod quantizer;
+mod search;
+
 use super::codebook::{self, Codebook, Eight};
-use super::{BadBlock, BlockFormat, grids};
+use super::{BadBlock, BlockFormat, Guide, RowQuantizer, grids};
 use crate::simd::Level;
 
 /// The format's functions.
@@ -33,17 +36,16 @@ impl BlockFormat for Iq2Xxs {
         codebook::dequantize::<Self>(Level::detect(), blocks, row);
     }
 
+    fn quantizer<'a>(&self, guide: Guide<'a>) -> Option<Box<dyn RowQuantizer + 'a>> {
+        Some(Box::new(quantizer::Quantizer::new(guide)))
+    }
+
     fn first_bad_block(&self, blocks: &[u8]) -> Option<BadBlock> {
         codebook::first_bad_block::<Self>(blocks)
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn iq2_xxs_equals_the_golden_blocks_bit_for_bit() {
-        codebook::tests::check_golden::<Iq2Xxs>(crate::block::BlockType::Iq2Xxs);
-    }
-}
+mod oracle;
+#[cfg(test)]
+mod tests;
