@@ -275,11 +275,12 @@ impl<L: Lanes> Codes<L> {
     }
 }
 
-/// Scales at which all entries are looked at first, as multiples of the root mean square of a sub-block.
+/// Scales at which all entries are looked at first.
+const N_SCALES: usize = 5;
+
+/// Those scales as multiples of the weighted root mean square of a sub-block.
 /// The best scale of a sub-block of Gaussian or FP4-valued weights lies between 0.03 and 0.07.
 const FIRST_SCALES: [f32; N_SCALES] = [0.0307, 0.0384, 0.048, 0.06, 0.075];
-
-const N_SCALES: usize = 5;
 
 /// Scales, as multiples of the same, for which the entries known from the first look will do: it comes to others
 /// where outliers force a coarse `d` on everything else, or make a sub-block that is mostly one value.
