@@ -40,6 +40,14 @@ impl BlockFormat for Iq2Xxs {
         Some(Box::new(quantizer::Quantizer::new(guide)))
     }
 
+    fn uses_importance(&self) -> bool {
+        true
+    }
+
+    fn needs_importance(&self) -> bool {
+        true
+    }
+
     fn first_bad_block(&self, blocks: &[u8]) -> Option<BadBlock> {
         codebook::first_bad_block::<Self>(blocks)
     }

@@ -1,4 +1,6 @@
 //! Rows to IQ2_XXS blocks: weights of the error, range of the numbers, layout of the bytes.
+//!
+//! A gain on `d` is free to choose after the search: the best codes for `c x` are those for `x`, with `c d`.
 
 use std::cell::RefCell;
 
@@ -70,9 +72,14 @@ impl Quantizer {
 }
 
 impl RowQuantizer for Quantizer {
+    /// # Panics
+    /// If the row is not whole blocks, or its length is not that of the importance or does not belong to `blocks`.
     fn quantize_row(&self, row: &[f32], blocks: &mut [u8]) {
         assert_eq!(row.len() % BLOCK_VALUES, 0, "whole blocks");
         assert_eq!(row.len() / BLOCK_VALUES * BLOCK_BYTES, blocks.len(), "bytes of the row");
+        if let Some(columns) = &self.column_weights {
+            assert_eq!(columns.len(), row.len(), "one importance a column");
+        }
         WORKSPACE.with_borrow_mut(|work| match self.level {
             Level::Scalar => self.quantize::<Scalar>(row, blocks, work),
             #[cfg(target_arch = "x86_64")]

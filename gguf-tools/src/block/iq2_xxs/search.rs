@@ -7,9 +7,12 @@
 //! entry, of which there are few. The eight lanes are the eight sub-blocks of 32 values, so that every
 //! sub-block is looked at under its own scale and sums over a sub-block need no exchange between lanes.
 
+use std::array::from_fn;
+
 use half::f16;
 
-use super::super::{codebook, grids};
+use super::super::codebook::{self, Codebook};
+use super::super::grids;
 use crate::simd::{Lanes, to_array};
 
 /// Values in one super-block.
@@ -96,6 +99,9 @@ struct Half {
 
 const NO_HALF: Half = Half { p: [0.0; 8], q: [0.0; 8], parity: [0.0; 8] };
 
+/// The table of halves. Longer than the `N_HALVES` in use, so that no index needs a check.
+type Halves = [Half; 256];
+
 /// Room for the intermediate results of one super-block; reused, since clearing it costs time.
 pub(super) struct Workspace {
     /// `w |x|` in the order of the values.
@@ -105,18 +111,17 @@ pub(super) struct Workspace {
     /// Magnitudes and weights, lanes across sub-blocks.
     magnitudes: [PerSubBlock; SUB_BLOCK_VALUES],
     weights: [PerSubBlock; SUB_BLOCK_VALUES],
-    halves: Box<[[Half; N_HALVES]; EIGHTS]>,
+    halves: Box<Halves>,
 }
 
 impl Workspace {
     pub(super) fn new() -> Self {
-        let halves = vec![[NO_HALF; N_HALVES]; EIGHTS].into_boxed_slice();
         Self {
             weighted: [0.0; BLOCK_VALUES],
             negative: [[0; EIGHTS]; SUB_BLOCKS],
             magnitudes: [[0.0; SUB_BLOCKS]; SUB_BLOCK_VALUES],
             weights: [[0.0; SUB_BLOCKS]; SUB_BLOCK_VALUES],
-            halves: halves.try_into().expect("as many as were made"),
+            halves: vec![NO_HALF; 256].into_boxed_slice().try_into().expect("as long as its type says"),
         }
     }
 }
@@ -179,7 +184,7 @@ fn tabulate<L: Lanes>(work: &mut Workspace, eight: usize) {
         }
     }
     // Of every pair of codes, at `first + 4 * second`.
-    let mut pairs = [[(zero, zero, zero); 11]; 4];
+    let mut pairs = [[(zero, zero, zero); 16]; 4];
     for (pair, pairs) in pairs.iter_mut().enumerate() {
         for first in 0..3 {
             for second in 0..3 {
@@ -188,9 +193,21 @@ fn tabulate<L: Lanes>(work: &mut Workspace, eight: usize) {
             }
         }
     }
-    for (place, (half, &codes)) in work.halves[eight].iter_mut().zip(&HALVES).enumerate() {
-        let pair = if place < N_LOW { 0 } else { 2 };
-        let (a, b) = (pairs[pair][codes as usize & 15], pairs[pair + 1][codes as usize >> 4]);
+    let (low, high) = work.halves[..N_HALVES].split_at_mut(N_LOW);
+    join_pairs(&pairs[0], &pairs[1], &HALVES[..N_LOW], low);
+    join_pairs(&pairs[2], &pairs[3], &HALVES[N_LOW..], high);
+}
+
+/// Halves from the sums of their first two and last two values.
+#[inline(always)]
+fn join_pairs<L: Lanes>(
+    first: &[(L, L, L); 16],
+    second: &[(L, L, L); 16],
+    codes: &[u8],
+    halves: &mut [Half],
+) {
+    for (half, codes) in halves.iter_mut().zip(codes) {
+        let (a, b) = (&first[usize::from(codes & 15)], &second[usize::from(codes >> 4)]);
         (a.0 + b.0).store(&mut half.p);
         (a.1 + b.1).store(&mut half.q);
         a.2.min(b.2).store(&mut half.parity);
@@ -200,11 +217,11 @@ fn tabulate<L: Lanes>(work: &mut Workspace, eight: usize) {
 /// The best entry of eight eights under each of several scales, given as half the scale: the entry that
 /// maximises `P - half_scale * Q`. The numbers of the entries come as `f32`.
 #[inline(always)]
-fn best_entries<L: Lanes, const N: usize>(halves: &[Half; N_HALVES], half_scales: &[L; N]) -> [L; N] {
+fn best_entries<L: Lanes, const N: usize>(halves: &Halves, half_scales: &[L; N]) -> [L; N] {
     let mut best = [L::splat(f32::NEG_INFINITY); N];
     let mut chosen = [L::splat(0.0); N];
     for entry in &ENTRIES {
-        let (low, high) = (&halves[entry.low as usize], &halves[entry.high as usize]);
+        let (low, high) = (&halves[usize::from(entry.low)], &halves[usize::from(entry.high)]);
         let parity = L::load(&low.parity).min(L::load(&high.parity));
         let p = L::load(&low.p) + L::load(&high.p) - parity;
         let q = L::load(&low.q) + L::load(&high.q);
@@ -212,7 +229,7 @@ fn best_entries<L: Lanes, const N: usize>(halves: &[Half; N_HALVES], half_scales
         for k in 0..N {
             let gain = p - half_scales[k] * q;
             let better = best[k].less(gain);
-            best[k] = gain.max(best[k]);
+            best[k] = L::select(better, gain, best[k]);
             chosen[k] = L::select(better, number, chosen[k]);
         }
     }
@@ -233,25 +250,41 @@ impl<L: Lanes> Codes<L> {
         scale * (self.p + self.p - scale * self.q)
     }
 
-    /// Adds one entry of each sub-block.
     #[inline(always)]
-    fn add(&mut self, halves: &[Half; N_HALVES], entries: [f32; SUB_BLOCKS]) {
+    fn select(mask: L::Mask, yes: Self, no: Self) -> Self {
+        Self { p: L::select(mask, yes.p, no.p), q: L::select(mask, yes.q, no.q) }
+    }
+
+    #[inline(always)]
+    fn plus(self, other: Self) -> Self {
+        Self { p: self.p + other.p, q: self.q + other.q }
+    }
+
+    /// Those of one entry for each sub-block.
+    #[inline(always)]
+    fn of(halves: &Halves, entries: [f32; SUB_BLOCKS]) -> Self {
         let (mut p, mut q) = ([0.0; SUB_BLOCKS], [0.0; SUB_BLOCKS]);
         for lane in 0..SUB_BLOCKS {
             let entry = ENTRIES[entries[lane] as usize & 255];
-            let (low, high) = (&halves[entry.low as usize], &halves[entry.high as usize]);
+            let (low, high) = (&halves[usize::from(entry.low)], &halves[usize::from(entry.high)]);
             let (a, b) = (low.parity[lane], high.parity[lane]);
             p[lane] = low.p[lane] + high.p[lane] - if a < b { a } else { b };
             q[lane] = low.q[lane] + high.q[lane];
         }
-        self.p = self.p + L::load(&p);
-        self.q = self.q + L::load(&q);
+        Self { p: L::load(&p), q: L::load(&q) }
     }
 }
 
-/// Scales at which all entries are looked at first, as multiples of the root mean square of a sub-block.
+/// Scales at which all entries are looked at first.
+const N_SCALES: usize = 5;
+
+/// Those scales as multiples of the weighted root mean square of a sub-block.
 /// The best scale of a sub-block of Gaussian or FP4-valued weights lies between 0.03 and 0.07.
-const FIRST_SCALES: [f32; 5] = [0.0307, 0.0384, 0.048, 0.06, 0.075];
+const FIRST_SCALES: [f32; N_SCALES] = [0.0307, 0.0384, 0.048, 0.06, 0.075];
+
+/// Scales, as multiples of the same, for which the entries known from the first look will do: it comes to others
+/// where outliers force a coarse `d` on everything else, or make a sub-block that is mostly one value.
+const KNOWN_SCALES: std::ops::Range<f32> = 0.0246..0.094;
 
 /// Weighted sum of squares of each sub-block, and its weighted root mean square.
 #[inline(always)]
@@ -265,31 +298,60 @@ fn energy<L: Lanes>(work: &Workspace) -> (L, L) {
     (energy, (energy / total).sqrt())
 }
 
-/// Fills the tables, and gives the best codes of each sub-block under each of several scales with the scale that
-/// would suit it best.
+/// What the first look at the entries found: for each eight of a sub-block and each scale the best entry.
+#[derive(Debug, Clone, Copy)]
+struct Known<L> {
+    entries: [[L; N_SCALES]; EIGHTS],
+    codes: [[Codes<L>; N_SCALES]; EIGHTS],
+    /// Sums over the eights of a sub-block.
+    sums: [Codes<L>; N_SCALES],
+    /// The scale that would suit each sub-block best.
+    best_scales: L,
+}
+
+/// Fills the tables and looks for the best entries under several scales.
 #[inline(always)]
-fn first_look<L: Lanes>(work: &mut Workspace, root_mean_square: L) -> ([Codes<L>; FIRST_SCALES.len()], L) {
+fn first_look<L: Lanes>(work: &mut Workspace, root_mean_square: L) -> Known<L> {
     let half_scales = FIRST_SCALES.map(|factor| root_mean_square * L::splat(0.5 * factor));
     let zero = L::splat(0.0);
-    let mut codes = [Codes { p: zero, q: zero }; FIRST_SCALES.len()];
+    let none = Codes { p: zero, q: zero };
+    let mut known = Known {
+        entries: [[zero; N_SCALES]; EIGHTS],
+        codes: [[none; N_SCALES]; EIGHTS],
+        sums: [none; N_SCALES],
+        best_scales: zero,
+    };
     for eight in 0..EIGHTS {
-        // Each table is looked through while it is close.
         tabulate::<L>(work, eight);
-        let halves = &work.halves[eight];
-        let chosen = best_entries(halves, &half_scales);
-        for k in 0..codes.len() {
-            codes[k].add(halves, to_array(chosen[k]));
+        known.entries[eight] = best_entries(&work.halves, &half_scales);
+        for k in 0..N_SCALES {
+            let codes = Codes::of(&work.halves, to_array(known.entries[eight][k]));
+            known.codes[eight][k] = codes;
+            known.sums[k] = known.sums[k].plus(codes);
         }
     }
-    let (mut best_scales, mut most) = (zero, L::splat(-1.0));
-    for codes in codes {
+    let mut most = L::splat(-1.0);
+    for codes in known.sums {
         let scale = codes.p / codes.q;
         let gain = scale * codes.p;
         let better = most.less(gain);
         most = L::select(better, gain, most);
-        best_scales = L::select(better, scale, best_scales);
+        known.best_scales = L::select(better, scale, known.best_scales);
     }
-    (codes, best_scales)
+    known
+}
+
+/// The best entries under one scale for each sub-block.
+#[inline(always)]
+fn second_look<L: Lanes>(work: &mut Workspace, scales: L) -> ([L; EIGHTS], Codes<L>) {
+    let zero = L::splat(0.0);
+    let (mut entries, mut codes) = ([zero; EIGHTS], Codes { p: zero, q: zero });
+    for eight in 0..EIGHTS {
+        tabulate::<L>(work, eight);
+        [entries[eight]] = best_entries(&work.halves, &[scales * L::splat(0.5)]);
+        codes = codes.plus(Codes::of(&work.halves, to_array(entries[eight])));
+    }
+    (entries, codes)
 }
 
 /// The scale index below the wanted scale and the one above, given `1 / (step of the scale index)`.
@@ -301,21 +363,70 @@ fn indices_around<L: Lanes>(scales: L, per_step: f32) -> [L; 2] {
     [below, (below + L::splat(1.0)).min(top)]
 }
 
-/// Under one `d`: the scale indices that serve each sub-block best, with the codes known, and the gains.
+/// The gains of the best codes known of each sub-block under one `d`, at the better of the scale indices around
+/// the best scale.
 #[inline(always)]
-fn choose_indices<L: Lanes>(d: f32, best_scales: L, codes: &[Codes<L>]) -> (L, L) {
-    let step = L::splat(d * 0.25);
-    let (mut best, mut gains) = (L::splat(0.0), L::splat(f32::NEG_INFINITY));
-    for indices in indices_around(best_scales, 4.0 / d) {
-        let scales = step * (indices + L::splat(0.5));
-        for codes in codes {
-            let gain = codes.gain(scales);
-            let better = gains.less(gain);
-            gains = L::select(better, gain, gains);
-            best = L::select(better, indices, best);
+fn gains<L: Lanes>(d: f32, known: &Known<L>) -> L {
+    let mut gains = L::splat(0.0);
+    for indices in indices_around(known.best_scales, 4.0 / d) {
+        let scales = L::splat(d * 0.25) * (indices + L::splat(0.5));
+        for codes in known.sums {
+            gains = codes.gain(scales).max(gains);
         }
     }
-    (best, gains)
+    gains
+}
+
+/// What each sub-block stores.
+#[derive(Debug, Clone, Copy)]
+struct Choice<L> {
+    indices: L,
+    entries: [L; EIGHTS],
+    codes: Codes<L>,
+}
+
+impl<L: Lanes> Choice<L> {
+    #[inline(always)]
+    fn select(mask: L::Mask, yes: Self, no: Self) -> Self {
+        let mut choice = Self {
+            indices: L::select(mask, yes.indices, no.indices),
+            entries: no.entries,
+            codes: Codes::select(mask, yes.codes, no.codes),
+        };
+        for eight in 0..EIGHTS {
+            choice.entries[eight] = L::select(mask, yes.entries[eight], no.entries[eight]);
+        }
+        choice
+    }
+
+    /// The best of the known entries of each eight under given scale indices, and the gains.
+    #[inline(always)]
+    fn at(d: f32, indices: L, known: &Known<L>) -> (Self, L) {
+        let scales = L::splat(d * 0.25) * (indices + L::splat(0.5));
+        let zero = L::splat(0.0);
+        let mut choice = Self { indices, entries: [zero; EIGHTS], codes: Codes { p: zero, q: zero } };
+        for eight in 0..EIGHTS {
+            let (mut best, mut entries) = (known.codes[eight][0], known.entries[eight][0]);
+            for k in 1..N_SCALES {
+                let other = known.codes[eight][k];
+                let better = best.gain(scales).less(other.gain(scales));
+                best = Codes::select(better, other, best);
+                entries = L::select(better, known.entries[eight][k], entries);
+            }
+            choice.entries[eight] = entries;
+            choice.codes = choice.codes.plus(best);
+        }
+        (choice, choice.codes.gain(scales))
+    }
+}
+
+/// The better of the scale indices around the best scales, and the entries that go with them.
+#[inline(always)]
+fn choose<L: Lanes>(d: f32, known: &Known<L>) -> Choice<L> {
+    let [below, above] = indices_around(known.best_scales, 4.0 / d);
+    let (below, gain_below) = Choice::at(d, below, known);
+    let (above, gain_above) = Choice::at(d, above, known);
+    Choice::select(gain_below.less(gain_above), above, below)
 }
 
 /// The best `d` for codes that are known under several scales; 0 if there is none.
@@ -323,15 +434,15 @@ fn choose_indices<L: Lanes>(d: f32, best_scales: L, codes: &[Codes<L>]) -> (L, L
 /// Tries those that put the largest scale index somewhat above to half-way below the largest scale wanted.
 /// Sub-blocks that want less than half of it get their turn as the largest, in case the larger ones matter little.
 #[inline(always)]
-fn search_d<L: Lanes>(best_scales: L, codes: &[Codes<L>]) -> f32 {
-    let scales = to_array(best_scales);
+fn search_d<L: Lanes>(known: &Known<L>) -> f32 {
+    let scales = to_array(known.best_scales);
     let largest_below = |limit: f32| scales.into_iter().filter(|&s| s < limit).fold(0.0, f32::max);
     let (mut best_d, mut best_gain) = (0.0, 0.0);
     let mut top = largest_below(f32::INFINITY);
     while top > 0.0 {
         let mut d = top * 0.24;
         while d < top * 0.5 {
-            let gain = choose_indices(d, best_scales, codes).1.sum();
+            let gain = gains(d, known).sum();
             if gain > best_gain {
                 (best_d, best_gain) = (d, gain);
             }
@@ -355,26 +466,21 @@ pub(super) fn search<L: Lanes>(
 ) -> Option<Found> {
     spread_over_lanes::<L>(values, weights, work);
     let (energy, root_mean_square) = energy::<L>(work);
-    let (known, best_scales) = first_look::<L>(work, root_mean_square);
-    let d = round_d(search_d(best_scales, &known));
+    let known = first_look::<L>(work, root_mean_square);
+    let d = round_d(search_d(&known));
     if d <= 0.0 {
         return None;
     }
-    let indices = choose_indices(d, best_scales, &known).0;
+    let Choice { indices, mut entries, mut codes } = choose(d, &known);
     let factors = (indices + L::splat(0.5)) * L::splat(0.25);
-    let half_scales = factors * L::splat(0.5 * d);
-    let mut codes = Codes { p: L::splat(0.0), q: L::splat(0.0) };
-    let (mut entries, mut signs) = ([[0; EIGHTS]; SUB_BLOCKS], [[0; EIGHTS]; SUB_BLOCKS]);
-    for eight in 0..EIGHTS {
-        let [chosen] = best_entries(&work.halves[eight], &[half_scales]);
-        let chosen = to_array(chosen);
-        codes.add(&work.halves[eight], chosen);
-        for sub_block in 0..SUB_BLOCKS {
-            let entry = chosen[sub_block] as u8;
-            entries[sub_block][eight] = entry;
-            signs[sub_block][eight] = sign_index::<L>(work, sub_block, eight, entry);
-        }
+    let scales = factors * L::splat(d);
+    let too_small = scales.less(root_mean_square * L::splat(KNOWN_SCALES.start));
+    let too_large = (root_mean_square * L::splat(KNOWN_SCALES.end)).less(scales);
+    if L::bits(too_small) | L::bits(too_large) != 0 {
+        (entries, codes) = second_look(work, scales);
     }
+    let entries = entries.map(to_array);
+    let entries = from_fn(|sub_block| from_fn(|eight| entries[eight][sub_block] as u8));
     // The codes are settled; what is left is a parabola in d.
     let (p, q) = ((factors * codes.p).sum(), (factors * factors * codes.q).sum());
     let d = p / q;
@@ -382,28 +488,35 @@ pub(super) fn search<L: Lanes>(
         d,
         alignment: d * p / energy.sum(),
         scale_indices: indices.to_i32().map(|index| index as u32),
+        signs: stored_signs::<L>(work, &entries),
         entries,
-        signs,
     })
 }
 
-/// The stored signs of one eight: where the number of negatives is odd, the sign that costs least is wrong.
+/// The sign indices: where the number of negatives of an eight is odd, the sign that costs least is wrong.
 #[inline(always)]
-fn sign_index<L: Lanes>(work: &Workspace, sub_block: usize, eight: usize, entry: u8) -> u8 {
-    let mut negative = work.negative[sub_block][eight];
-    if negative.count_ones() & 1 == 1 {
-        let magnitudes = L::load(&<super::Iq2Xxs as codebook::Codebook>::MAGNITUDES);
-        let weighted = L::load(&work.weighted[SUB_BLOCK_VALUES * sub_block + 8 * eight..]);
-        let costs = to_array(weighted * magnitudes.pick(super::CODES[entry as usize]));
-        let mut cheapest = 0;
-        for i in 1..8 {
-            if costs[i] < costs[cheapest] {
-                cheapest = i;
+fn stored_signs<L: Lanes>(
+    work: &Workspace,
+    entries: &[[u8; EIGHTS]; SUB_BLOCKS],
+) -> [[u8; EIGHTS]; SUB_BLOCKS] {
+    let magnitudes = L::load(&super::Iq2Xxs::MAGNITUDES);
+    let mut signs = work.negative;
+    for (index, negative) in signs.as_flattened_mut().iter_mut().enumerate() {
+        if negative.count_ones() % 2 == 1 {
+            let entry = entries[index / EIGHTS][index % EIGHTS];
+            let weighted = L::load(&work.weighted[8 * index..]);
+            let costs = to_array(weighted * magnitudes.pick(super::CODES[entry as usize]));
+            let mut cheapest = 0;
+            for i in 1..8 {
+                if costs[i] < costs[cheapest] {
+                    cheapest = i;
+                }
             }
+            *negative ^= 1 << cheapest;
         }
-        negative ^= 1 << cheapest;
+        *negative &= 127;
     }
-    negative & 127
+    signs
 }
 
 /// The half-precision number nearest to `value`, which is not negative; the largest finite one above that.
