@@ -1,11 +1,26 @@
 //! Importance of input columns, as the quantizers consume it. The `imatrix` crate reads the files.
 
+use std::borrow::Cow;
+
+/// One matrix of the model whose importance is asked for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Matrix<'a> {
+    /// GGUF name of the weight, `blk.3.ffn_gate_exps.weight`.
+    pub tensor: &'a str,
+    /// Name of this very matrix in the checkpoint, tried when the GGUF name has no entry; `None` if not known.
+    pub source: Option<&'a str>,
+    /// Which matrix of a stacked tensor; 0 for a dense one.
+    pub expert_index: usize,
+    /// Matrices in the tensor; 1 for a dense one. Entries of another number of matrices are refused.
+    pub n_experts: usize,
+    /// Input columns of the matrix: the length of a row of weights.
+    pub n_columns: usize,
+}
+
 /// Gives the importance of one matrix, or none.
 pub trait ImportanceSource: Sync {
     /// Mean of the squared input of each column of the matrix, `[n_columns]`.
-    ///
-    /// `tensor`: the GGUF name of the weight; `expert_index`: which matrix of a stacked tensor, 0 for a dense one.
-    fn importance(&self, tensor: &str, expert_index: usize, n_columns: usize) -> Found<'_>;
+    fn importance(&self, matrix: &Matrix<'_>) -> Found<'_>;
 
     /// Where the values come from, for reports and metadata: the file's name and SHA-256.
     fn provenance(&self) -> Option<Provenance> {
@@ -17,7 +32,7 @@ pub trait ImportanceSource: Sync {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Found<'a> {
     /// Usable values: finite, not negative, not all zero.
-    Values(&'a [f32]),
+    Values(Cow<'a, [f32]>),
     /// The source has no entry for the tensor.
     NoEntry,
     /// The entry is there but this expert was never reached, or all its values are zero.
@@ -46,7 +61,7 @@ pub struct Provenance {
 pub struct NoImportance;
 
 impl ImportanceSource for NoImportance {
-    fn importance(&self, _: &str, _: usize, _: usize) -> Found<'_> {
+    fn importance(&self, _: &Matrix<'_>) -> Found<'_> {
         Found::NoEntry
     }
 }
