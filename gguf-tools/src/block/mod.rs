@@ -6,7 +6,7 @@
 
 mod registry;
 
-pub use registry::BlockType;
+pub use registry::{BlockType, UnknownBlockType};
 
 use crate::simd::Level;
 
@@ -26,6 +26,16 @@ pub trait BlockFormat: Sync {
     fn quantizer<'a>(&self, guide: Guide<'a>) -> Option<Box<dyn RowQuantizer + 'a>> {
         let _ = guide;
         None
+    }
+
+    /// Whether [`Guide::importance`] changes what the quantizer does.
+    fn uses_importance(&self) -> bool {
+        false
+    }
+
+    /// Whether the format is so coarse that importance of some kind must be given: without a matrix, weight energy.
+    fn needs_importance(&self) -> bool {
+        false
     }
 
     /// The first block whose scales are not finite or not allowed, with what is wrong; `None` if all are sound.

@@ -1,1 +1,31 @@
-//! To be filled.
+//! The GGUF container: reading (memory-mapped, headers only until data is asked for, split sets opened by
+//! any shard) and laying out for writing.
+//!
+//! Format: GGUF versions 2 and 3, little-endian. Shapes are outermost first everywhere but in the file itself.
+
+mod error;
+mod header;
+mod layout;
+mod map;
+mod read;
+mod split;
+mod value;
+
+pub use error::GgufError;
+pub use header::{Header, HeaderTensor, parse_header};
+pub use layout::{Layout, NewTensor, PlacedTensor};
+pub use read::{Gguf, ShardInfo, TensorInfo};
+pub use split::SplitPlace;
+pub use value::{Array, Metadata, Value};
+
+/// First four bytes of every GGUF file.
+pub const MAGIC: [u8; 4] = *b"GGUF";
+
+/// Alignment of tensor data where `general.alignment` is absent.
+pub const DEFAULT_ALIGNMENT: u32 = 32;
+
+/// Allowed alignments: powers of two in this range.
+pub const ALIGNMENTS: std::ops::RangeInclusive<u32> = 8..=65536;
+
+/// Most dimensions that a tensor may have.
+pub const MAX_DIMENSIONS: u32 = 4;
