@@ -4,7 +4,21 @@
 //! bytes per block, and what can be computed with it. A format that is only sized (not computed)
 //! still works in every command that copies or lists tensors.
 
+mod affine;
+mod float;
+mod iq4_nl;
+mod layout;
+mod mxfp4;
+mod nvfp4;
+mod q2_k;
+mod q3_k;
+mod q4_0;
+mod q4_k;
+mod q6_k;
+mod q8_0;
 mod registry;
+mod super_block;
+mod symmetric;
 
 pub use registry::{BlockType, UnknownBlockType};
 
