@@ -9,6 +9,7 @@ mod error;
 mod layout;
 mod read;
 mod shard;
+pub mod tokenizer;
 
 use std::collections::HashMap;
 use std::fs;

@@ -222,3 +222,114 @@ fn region_of(name: &str, entry: &serde_json::Value) -> Result<(u64, u64), String
         (_, None) => Err(format!("tensor `{name}`: its data range {start}..{end} ends before it starts")),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A file with this header and that many bytes of data.
+    fn file(header: &serde_json::Value, data_bytes: usize) -> Vec<u8> {
+        let header = header.to_string();
+        let mut file = (header.len() as u64).to_le_bytes().to_vec();
+        file.extend(header.as_bytes());
+        file.resize(file.len() + data_bytes, 1);
+        file
+    }
+
+    fn problem(header: &serde_json::Value, data_bytes: usize) -> String {
+        read_header(&file(header, data_bytes), 0).unwrap_err()
+    }
+
+    #[test]
+    fn a_file_cut_at_any_byte_is_refused_with_numbers() {
+        let whole = file(
+            &json!({
+                "a": { "dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24] },
+                "b.weight": { "dtype": "F8_E4M3", "shape": [4, 4], "data_offsets": [24, 40] },
+            }),
+            40,
+        );
+        assert_eq!(read_header(&whole, 0).unwrap().len(), 2);
+        for length in 0..whole.len() {
+            let message = read_header(&whole[..length], 0).unwrap_err();
+            assert!(
+                ["empty", "too few", "incomplete"].iter().any(|word| message.contains(word)),
+                "cut at {length}: {message}"
+            );
+        }
+        let cut = read_header(&whole[..whole.len() - 10], 0).unwrap_err();
+        assert!(cut.contains("`b.weight`") && cut.contains("24..40") && cut.contains("ends at 30"), "{cut}");
+    }
+
+    #[test]
+    fn a_byte_range_that_does_not_fit_the_shape_is_refused_by_name_and_number() {
+        let weight = problem(
+            &json!({ "w": { "dtype": "F8_E4M3", "shape": [128, 128], "data_offsets": [0, 128] } }),
+            128,
+        );
+        assert!(weight.contains("`w`") && weight.contains("[128, 128]"), "{weight}");
+        assert!(weight.contains("16384 bytes") && weight.contains("has 128"), "{weight}");
+        let scale = problem(
+            &json!({ "w.scale": { "dtype": "F8_E8M0", "shape": [2, 2], "data_offsets": [0, 3] } }),
+            3,
+        );
+        assert!(
+            scale.contains("`w.scale`") && scale.contains("4 bytes") && scale.contains("has 3"),
+            "{scale}"
+        );
+        let packed =
+            problem(&json!({ "e": { "dtype": "I8", "shape": [4, 16], "data_offsets": [0, 60] } }), 60);
+        assert!(packed.contains("`e`") && packed.contains("64 bytes"), "{packed}");
+    }
+
+    #[test]
+    fn sizes_that_no_file_can_have_are_refused_before_anything_is_allocated() {
+        let wide = problem(
+            &json!({ "w": { "dtype": "F32", "shape": [1_u64 << 40, 1_u64 << 40], "data_offsets": [0, 4] } }),
+            4,
+        );
+        assert!(wide.contains("not representable"), "{wide}");
+        let mut long = (1_u64 << 40).to_le_bytes().to_vec();
+        long.extend([0; 8]);
+        let message = read_header(&long, 0).unwrap_err();
+        assert!(message.contains("1099511627776") && message.contains("100000000"), "{message}");
+    }
+
+    #[test]
+    fn gaps_overlaps_backward_ranges_and_trailing_bytes_are_refused() {
+        let two = |a: [u64; 2], b: [u64; 2], data| {
+            problem(
+                &json!({
+                    "a": { "dtype": "U8", "shape": [4], "data_offsets": a },
+                    "b": { "dtype": "U8", "shape": [4], "data_offsets": b },
+                }),
+                data,
+            )
+        };
+        assert!(two([0, 4], [5, 9], 9).contains("`b` starts at data byte 5, but 4 bytes"));
+        assert!(two([0, 4], [2, 6], 6).contains("without gap or overlap"));
+        assert!(two([0, 4], [8, 4], 8).contains("ends before it starts"));
+        assert!(two([0, 4], [4, 8], 11).contains("3 bytes follow"));
+    }
+
+    #[test]
+    fn unknown_types_and_odd_packed_widths_are_refused_by_name() {
+        let odd = problem(&json!({ "e": { "dtype": "F4", "shape": [3, 3], "data_offsets": [0, 5] } }), 5);
+        assert!(odd.contains("`e`") && odd.contains("odd number"), "{odd}");
+        let unknown = problem(&json!({ "q": { "dtype": "Q9", "shape": [1], "data_offsets": [0, 1] } }), 1);
+        assert!(
+            unknown.contains("`q`") && unknown.contains("Q9") && unknown.contains("F8_E8M0"),
+            "{unknown}"
+        );
+    }
+
+    #[test]
+    fn what_often_lies_in_place_of_weights_is_recognised() {
+        let message = |bytes: &[u8]| read_header(bytes, 0).unwrap_err();
+        assert!(message(b"<!DOCTYPE html><html>").contains("web page"));
+        assert!(message(b"version https://git-lfs.github.com/spec/v1\noid sha256:0").contains("LFS pointer"));
+        assert!(message(b"GGUF\x03\0\0\0\0\0\0\0").contains("GGUF"));
+        assert!(message(b"").contains("empty"));
+    }
+}

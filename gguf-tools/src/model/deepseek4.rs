@@ -33,6 +33,8 @@ const STREAMS: u64 = 4;
 const MAX_LAYERS: u64 = 512;
 /// Bound on a count from an untrusted file: a name is made for every expert of every layer.
 const MAX_EXPERTS: u64 = 4096;
+/// Bound on the vocabulary: a text is made for every token.
+const MAX_VOCABULARY: u64 = 1 << 22;
 /// Values that share a scale in the FP4 experts, and in MXFP4 and Q8_0 blocks.
 const BLOCK_VALUES: u64 = 32;
 
@@ -265,6 +267,11 @@ pub(super) fn contradictions(h: &HyperParameters) -> Vec<(&'static [&'static str
         h.n_routed_experts <= MAX_EXPERTS,
         &["n_routed_experts"],
         format!("found {}, at most {MAX_EXPERTS} are supported", h.n_routed_experts),
+    );
+    demand(
+        h.vocab_size <= MAX_VOCABULARY,
+        &["vocab_size"],
+        format!("found {}, at most {MAX_VOCABULARY} tokens are supported", h.vocab_size),
     );
     demand(
         (h.compress_ratios.len() as u64) >= h.num_hidden_layers
