@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use gguf_tools::checkpoint::{Checkpoint, SourcePrecision};
 use gguf_tools::model::{Family, TensorSpec};
 use sha2::{Digest, Sha256};
-use test_vectors::fixtures;
+use test_vectors::{fixtures, hex};
 
 /// Lines `T name : TYPE ne=[..] offset=.. bytes=.. sha256=..` of the header that llama.cpp's converter wrote.
 struct GoldenTensor {
@@ -36,8 +36,7 @@ fn golden_tensors(header: &str) -> BTreeMap<String, GoldenTensor> {
 }
 
 fn hex_prefix(bytes: &[u8], length: usize) -> String {
-    let digest = Sha256::digest(bytes);
-    digest.iter().map(|b| format!("{b:02x}")).collect::<String>()[..length].to_owned()
+    hex(&Sha256::digest(bytes))[..length].to_owned()
 }
 
 /// All source values of a tensor in file order.
@@ -55,7 +54,7 @@ fn values(checkpoint: &Checkpoint, spec: &TensorSpec) -> Vec<f32> {
 #[test]
 fn the_native_tiny_checkpoint_opens_without_findings_and_sets_its_drafting_layer_aside() {
     let Some(folder) = fixtures("tiny checkpoints") else { return };
-    let checkpoint = Checkpoint::open(&folder.join("tiny-native")).unwrap();
+    let checkpoint = Checkpoint::open(folder.join("tiny-native")).unwrap();
     let findings = checkpoint.demand_sound().unwrap();
     assert!(findings.n_draft_tensors > 100 && findings.draft_bytes > 1 << 20, "{findings:?}");
     assert_eq!(findings.unused, [""; 0]);
@@ -71,14 +70,14 @@ fn the_native_tiny_checkpoint_opens_without_findings_and_sets_its_drafting_layer
     assert_eq!(precisions[Family::Attention.name()], SourcePrecision::Fp8);
     assert_eq!(precisions[Family::RoutingTable.name()], SourcePrecision::I64);
     assert_eq!(precisions[Family::Embedding.name()], SourcePrecision::Bf16);
-    let bf16 = Checkpoint::open(&folder.join("tiny-bf16")).unwrap();
+    let bf16 = Checkpoint::open(folder.join("tiny-bf16")).unwrap();
     assert_eq!(bf16.demand_sound().unwrap().n_draft_tensors, 0);
 }
 
 #[test]
 fn names_and_shapes_are_those_that_llama_cpp_writes() {
     let Some(folder) = fixtures("tiny checkpoints") else { return };
-    let checkpoint = Checkpoint::open(&folder.join("tiny-native")).unwrap();
+    let checkpoint = Checkpoint::open(folder.join("tiny-native")).unwrap();
     let header = std::fs::read_to_string(folder.join("golden/llamacpp_header.txt")).unwrap();
     let golden = golden_tensors(&header);
     assert_eq!(checkpoint.table().specs().len(), golden.len());
@@ -92,7 +91,7 @@ fn names_and_shapes_are_those_that_llama_cpp_writes() {
 #[test]
 fn stored_values_are_those_that_llama_cpp_reads() {
     let Some(folder) = fixtures("tiny checkpoints") else { return };
-    let checkpoint = Checkpoint::open(&folder.join("tiny-native")).unwrap();
+    let checkpoint = Checkpoint::open(folder.join("tiny-native")).unwrap();
     let header = std::fs::read_to_string(folder.join("golden/llamacpp_header.txt")).unwrap();
     let golden = golden_tensors(&header);
     let mut compared = BTreeMap::<&str, usize>::new();
@@ -132,7 +131,7 @@ fn stored_values_are_those_that_llama_cpp_reads() {
 #[test]
 fn any_range_of_rows_reads_as_in_the_whole_tensor_even_after_its_pages_were_released() {
     let Some(folder) = fixtures("tiny checkpoints") else { return };
-    let checkpoint = Checkpoint::open(&folder.join("tiny-native")).unwrap();
+    let checkpoint = Checkpoint::open(folder.join("tiny-native")).unwrap();
     for name in ["layers.2.attn.wq_b.weight", "layers.1.ffn.experts.3.w2.weight", "embed.weight"] {
         let columns = 256;
         let mut whole = vec![0.0; 200 * columns];

@@ -9,6 +9,7 @@ use gguf_tools::model::Family;
 use gguf_tools::progress::{Silent, StopFlag};
 use gguf_tools::synth::{Shape, SynthError, SynthOptions, write_checkpoint};
 use sha2::{Digest, Sha256};
+use test_vectors::hex;
 
 /// SHA-256 over names and bytes of all files of a folder.
 fn folder_hash(folder: &Path) -> String {
@@ -19,7 +20,7 @@ fn folder_hash(folder: &Path) -> String {
         hasher.update(path.file_name().unwrap().as_encoded_bytes());
         hasher.update(fs::read(&path).unwrap());
     }
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    hex(&hasher.finalize())
 }
 
 fn folder_bytes(folder: &Path) -> u64 {
@@ -42,7 +43,7 @@ fn the_tiny_checkpoint_is_small_has_every_layer_kind_and_no_findings() {
 }
 
 #[test]
-fn a_seed_gives_the_same_bytes_everywhere_and_another_seed_other_bytes() {
+fn a_seed_gives_the_recorded_bytes_and_another_seed_other_bytes() {
     let place = tempfile::tempdir().unwrap();
     let hash = |name: &str, seed: u64| {
         let folder = place.path().join(name);
@@ -50,8 +51,7 @@ fn a_seed_gives_the_same_bytes_everywhere_and_another_seed_other_bytes() {
         folder_hash(&folder)
     };
     assert_eq!(hash("a", 7), "57ec21f01224d8a5e46a050352ff16ee9731ff7279e84c037aef3c19f11f85b6");
-    assert_eq!(hash("b", 7), hash("c", 7));
-    assert_ne!(hash("d", 7), hash("e", 8));
+    assert_ne!(hash("b", 8), "57ec21f01224d8a5e46a050352ff16ee9731ff7279e84c037aef3c19f11f85b6");
 }
 
 #[test]

@@ -217,3 +217,19 @@ fn allowed(spec: &TensorSpec, precision: SourcePrecision) -> bool {
         _ => precision.is_float() && precision != SourcePrecision::Fp4,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn missing_experts_are_one_line_whether_one_some_many_or_all() {
+        let line = |experts: Vec<usize>| {
+            Finding::MissingExperts { layer: 3, matrix: "w2".to_owned(), experts, n_experts: 256 }.to_string()
+        };
+        assert_eq!(line(vec![4]), "layer 3: expert 4 has no w2");
+        assert_eq!(line(vec![4, 9]), "layer 3: experts 4, 9 have no w2");
+        assert!(line((10..40).collect()).ends_with("20, 21 and 18 more have no w2"));
+        assert_eq!(line((0..256).collect()), "layer 3: all 256 experts have no w2");
+    }
+}

@@ -53,7 +53,8 @@ impl Checkpoint {
     /// If the folder holds no checkpoint, the model is not supported ([`CheckpointError::Model`]), or shards are absent,
     /// incomplete or damaged ([`CheckpointError::Shards`] lists all of them). Whether the tensors are those of the model is
     /// for [`Checkpoint::check`] to say.
-    pub fn open(folder: &Path) -> Result<Self, CheckpointError> {
+    pub fn open(folder: impl AsRef<Path>) -> Result<Self, CheckpointError> {
+        let folder = folder.as_ref();
         if !folder.is_dir() {
             return Err(CheckpointError::NotACheckpoint {
                 folder: folder.to_owned(),

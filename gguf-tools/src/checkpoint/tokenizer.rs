@@ -6,6 +6,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::{Checkpoint, CheckpointError, read_json};
+use crate::gguf::Metadata;
 
 /// `tokenizer.ggml.model` of byte-level BPE.
 const MODEL: &str = "gpt2";
@@ -108,6 +109,60 @@ impl Tokenizer {
             token_types,
         })
     }
+}
+
+/// Key that says where the chat template comes from.
+const TEMPLATE_SOURCE_KEY: &str = "ggsmith.chat_template_source";
+
+/// `tokenizer.*` metadata of a checkpoint: vocabulary, merges, special tokens, chat template and where that comes from.
+///
+/// # Errors
+/// As [`Tokenizer::of`] and [`ChatTemplate::of`].
+pub fn metadata(checkpoint: &Checkpoint) -> Result<Metadata, CheckpointError> {
+    let tokenizer = Tokenizer::of(checkpoint)?;
+    let template = ChatTemplate::of(checkpoint)?;
+    let mut metadata = Metadata::default();
+    metadata.set("tokenizer.ggml.model", MODEL);
+    metadata.set("tokenizer.ggml.pre", PRE_TOKENIZER);
+    metadata.set("tokenizer.ggml.tokens", tokenizer.tokens);
+    let types: Vec<i32> = tokenizer.token_types.iter().map(|kind| *kind as i32).collect();
+    metadata.set("tokenizer.ggml.token_type", types);
+    metadata.set("tokenizer.ggml.merges", tokenizer.merges);
+    for (key, id) in [
+        ("tokenizer.ggml.bos_token_id", tokenizer.bos_token_id),
+        ("tokenizer.ggml.eos_token_id", tokenizer.eos_token_id),
+        ("tokenizer.ggml.padding_token_id", tokenizer.padding_token_id),
+    ] {
+        if let Some(id) = id {
+            metadata.set(key, id);
+        }
+    }
+    for (key, adds) in [
+        ("tokenizer.ggml.add_bos_token", tokenizer.add_bos_token),
+        ("tokenizer.ggml.add_eos_token", tokenizer.add_eos_token),
+    ] {
+        if let Some(adds) = adds {
+            metadata.set(key, adds);
+        }
+    }
+    metadata.set("tokenizer.chat_template", template.text);
+    metadata.set(TEMPLATE_SOURCE_KEY, template.source);
+    Ok(metadata)
+}
+
+/// The sampling that a checkpoint recommends in `generation_config.json`, as `general.sampling.*`.
+///
+/// # Errors
+/// If the file is there but does not parse.
+pub fn sampling_metadata(checkpoint: &Checkpoint) -> Result<Metadata, CheckpointError> {
+    let settings = optional_json(&checkpoint.folder().join("generation_config.json"))?.unwrap_or(Value::Null);
+    let mut metadata = Metadata::default();
+    for (field, key) in [("top_p", "general.sampling.top_p"), ("temperature", "general.sampling.temp")] {
+        if let Some(number) = settings[field].as_f64().map(|x| x as f32).filter(|x| x.is_finite()) {
+            metadata.set(key, number);
+        }
+    }
+    Ok(metadata)
 }
 
 impl ChatTemplate {

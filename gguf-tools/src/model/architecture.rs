@@ -5,6 +5,7 @@ use std::fmt;
 use serde_json::{Map, Value};
 
 use super::{Family, HyperParameters, ModelError, deepseek4};
+use crate::gguf::Metadata;
 
 /// Every architecture that can be built. A new one is one file and one line here.
 pub const ARCHITECTURES: &[&Architecture] = &[&deepseek4::ARCHITECTURE];
@@ -17,6 +18,10 @@ pub struct Architecture {
     pub gguf_name: &'static str,
     /// Reads `config.json`.
     pub(super) read_config: fn(&Map<String, Value>) -> Result<HyperParameters, ModelError>,
+    /// Reads GGUF metadata.
+    pub(super) read_metadata: fn(&Metadata) -> Result<HyperParameters, ModelError>,
+    /// Writes GGUF metadata.
+    pub(super) write_metadata: fn(&HyperParameters) -> Metadata,
     /// Tensors in front of the layers, in file order.
     pub before_layers: &'static [TensorRow],
     /// Tensors of one layer, in file order.

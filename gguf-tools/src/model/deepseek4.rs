@@ -5,12 +5,15 @@
 use serde_json::{Map, Value, json};
 
 use super::fields::Fields;
+use super::metadata;
 use super::{Architecture, DSpark, Family, HyperParameters, LayerKind, ModelError, RopeScaling, TensorRow};
 
 pub(super) static ARCHITECTURE: Architecture = Architecture {
     model_type: "deepseek_v4",
     gguf_name: "deepseek4",
     read_config,
+    read_metadata: metadata::read,
+    write_metadata: metadata::write,
     before_layers: BEFORE_LAYERS,
     in_layers: IN_LAYERS,
     after_layers: AFTER_LAYERS,

@@ -7,9 +7,12 @@ mod architecture;
 mod deepseek4;
 mod error;
 mod fields;
+mod metadata;
 mod table;
 
 use std::fmt;
+
+use crate::gguf::Metadata;
 
 pub use architecture::{ARCHITECTURES, Architecture, LayerKind, TensorRow};
 pub use error::{FieldProblem, ModelError};
@@ -187,6 +190,26 @@ impl HyperParameters {
         let object = config.as_object().ok_or(ModelError::NotAnObject)?;
         let architecture = architecture::of_config(object)?;
         (architecture.read_config)(object)
+    }
+
+    /// Reads and checks the metadata of a GGUF file. What ds4's files leave out (vocabulary size, context length, gating
+    /// function, kind of rotary scaling) is derived, for it has one possible value.
+    ///
+    /// # Errors
+    /// As [`HyperParameters::from_config`], with metadata keys in place of fields.
+    pub fn from_metadata(metadata: &Metadata) -> Result<Self, ModelError> {
+        const KEY: &str = "general.architecture";
+        let name = metadata.get(KEY).and_then(crate::gguf::Value::as_str).ok_or_else(|| {
+            ModelError::NoArchitecture { field: KEY, supported: architecture::supported(|a| a.gguf_name) }
+        })?;
+        (architecture::of_gguf(name)?.read_metadata)(metadata)
+    }
+
+    /// The metadata of a GGUF file that both llama.cpp and ds4 load, without tokenizer and descriptions.
+    ///
+    /// Drafting layers are not part of the file and not mentioned.
+    pub fn to_metadata(&self) -> Metadata {
+        (self.architecture.write_metadata)(self)
     }
 
     /// Tokens per compressed row of a main layer: 0 (window only), 4 or 128.

@@ -174,7 +174,7 @@ struct Work<'a> {
 }
 
 impl Work<'_> {
-    fn done(&mut self, tensor: &Stored) -> Result<(), SynthError> {
+    fn done(&mut self, tensor: &Stored) {
         self.done_bytes += tensor.n_bytes();
         self.done_items += 1;
         self.progress.step(&Step {
@@ -184,7 +184,6 @@ impl Work<'_> {
             done_items: self.done_items,
             total_items: self.total_items,
         });
-        if self.progress.interrupted() { Err(SynthError::Interrupted) } else { Ok(()) }
     }
 }
 
@@ -197,8 +196,11 @@ fn write_shard(path: &Path, tensors: &[Stored], work: &mut Work<'_>) -> Result<(
         for row in 0..tensor.rows() {
             tensor.row(row, &mut row_bytes);
             file.write_all(&row_bytes).map_err(failed)?;
+            if work.progress.interrupted() {
+                return Err(SynthError::Interrupted);
+            }
         }
-        work.done(tensor)?;
+        work.done(tensor);
     }
     file.flush().map_err(failed)
 }
