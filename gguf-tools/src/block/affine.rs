@@ -4,9 +4,8 @@
 //! `dmin` are chosen by what rounding the sub-blocks' scales and minimums to multiples of them costs, then codes, scales and minimums are
 //! chosen for the stored `d` and `dmin`, and these are fitted again to what was chosen as long as the error falls.
 
-use half::f16;
-
-use super::super_block::{SuperBlock, highest};
+use super::super_block::{Stored, SuperBlock, bytes_of, highest, turned_back};
+use super::{Guide, exact};
 use crate::simd::Lanes;
 
 /// What the format can hold and how long to search.
@@ -24,6 +23,8 @@ pub(super) struct AffineFormat {
     pub(super) reach: usize,
     /// Times that `d` and `dmin` are fitted again.
     pub(super) refits: usize,
+    /// Factor on the stored `d` and `dmin` unless the guide gives one.
+    pub(super) gain: f32,
 }
 
 /// `first + step * k`, `k` below `n`.
@@ -32,15 +33,6 @@ pub(super) struct Starts {
     pub(super) first: f32,
     pub(super) step: f32,
     pub(super) n: usize,
-}
-
-/// Everything that a super-block stores, one lane a sub-block.
-pub(super) struct AffineBlock<L, const N: usize, const ROUNDS: usize> {
-    pub(super) d: f16,
-    pub(super) dmin: f16,
-    pub(super) scales: [L; ROUNDS],
-    pub(super) minimums: [L; ROUNDS],
-    pub(super) codes: [[L; N]; ROUNDS],
 }
 
 /// A sub-block's best fit by itself: `x = scale * code - minimum`, and the sums over its codes.
@@ -75,13 +67,30 @@ struct Choice<L> {
 }
 
 impl AffineFormat {
+    /// What to store for a super-block: exact where that is possible (and then without a gain), else the outcome of the search.
+    #[inline(always)]
+    pub(super) fn quantize<L: Lanes, const N: usize, const ROUNDS: usize, const BLOCKS: usize>(
+        self,
+        guide: &Guide<'_>,
+        values: &[f32; 256],
+        importance: Option<&[f32; 256]>,
+    ) -> Stored {
+        if let Some(stored) = exact::affine::<BLOCKS>(values, self.codes, self.scales as u8) {
+            return stored;
+        }
+        match SuperBlock::<L, N, ROUNDS>::new(guide, values, importance) {
+            Some(block) => self.search(&block, guide.scale_gain.unwrap_or(self.gain)),
+            None => Stored::zeros(0.0),
+        }
+    }
+
     /// `gain`: factor on the stored scales in the end.
     #[inline(always)]
-    pub(super) fn search<L: Lanes, const N: usize, const ROUNDS: usize>(
+    fn search<L: Lanes, const N: usize, const ROUNDS: usize>(
         self,
         block: &SuperBlock<L, N, ROUNDS>,
         gain: f32,
-    ) -> AffineBlock<L, N, ROUNDS> {
+    ) -> Stored {
         let zero = L::splat(0.0);
         let mut totals = [Totals { w: zero, x: zero }; ROUNDS];
         let start = Fit { scale: zero, minimum: zero, sums: Sums { l: zero, ll: zero, lx: zero } };
@@ -128,12 +137,12 @@ impl AffineFormat {
                 codes[r][i] = self.code(block.x[r][i], inverse, offset * inverse);
             }
         }
-        AffineBlock {
+        Stored {
             d: block.rounded(d.1 * gain).0,
             dmin: block.rounded(dmin.1 * gain).0,
-            scales: std::array::from_fn(|r| choices[r].scale),
-            minimums: std::array::from_fn(|r| choices[r].minimum),
-            codes,
+            scales: bytes_of(&choices.map(|choice| choice.scale)),
+            minimums: bytes_of(&choices.map(|choice| choice.minimum)),
+            codes: turned_back(&codes),
         }
     }
 

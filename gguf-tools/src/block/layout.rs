@@ -96,11 +96,11 @@ pub(super) trait QuantizeBlock<const VALUES: usize, const BYTES: usize>: Sync {
 /// The row quantizer of a [`QuantizeBlock`].
 pub(super) fn by_block<'a, Q, const VALUES: usize, const BYTES: usize>(
     guide: Guide<'a>,
-) -> Option<Box<dyn RowQuantizer + 'a>>
+) -> Box<dyn RowQuantizer + 'a>
 where
     Q: QuantizeBlock<VALUES, BYTES> + 'a,
 {
-    Some(Box::new(ByBlock::<'a, Q, VALUES, BYTES> { guide, quantizer: PhantomData }))
+    Box::new(ByBlock::<'a, Q, VALUES, BYTES> { guide, quantizer: PhantomData })
 }
 
 struct ByBlock<'a, Q, const VALUES: usize, const BYTES: usize> {

@@ -38,7 +38,7 @@ impl Block<32, 17> for BlockMxfp4 {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 32, 17>(guide)
+        Some(by_block::<Self, 32, 17>(guide))
     }
 }
 

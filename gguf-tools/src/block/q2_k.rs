@@ -2,7 +2,6 @@
 
 use super::affine::{AffineFormat, Starts};
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
-use super::super_block::{SuperBlock, bytes_of, turned_back};
 use super::{Guide, RowQuantizer};
 use crate::simd::Lanes;
 
@@ -33,10 +32,12 @@ impl Block<256, 84> for BlockQ2K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 84>(guide)
+        Some(by_block::<Self, 256, 84>(guide))
     }
 }
 
+/// Least squares with so few codes leaves the weights 4 % too small (the product with the source, not the error). The gain
+/// takes half of that back for 1 % more error: both are then closer to the source than with ggml's search.
 const FORMAT: AffineFormat = AffineFormat {
     codes: 3.0,
     scales: 15.0,
@@ -44,6 +45,7 @@ const FORMAT: AffineFormat = AffineFormat {
     offsets: &[-0.15, -0.05, 0.05, 0.15, 0.25, 0.35],
     reach: 2,
     refits: 3,
+    gain: 1.02,
 };
 
 impl QuantizeBlock<256, 84> for BlockQ2K {
@@ -54,16 +56,13 @@ impl QuantizeBlock<256, 84> for BlockQ2K {
         importance: Option<&[f32; 256]>,
         block: &mut [u8; 84],
     ) {
-        block.fill(0);
-        let Some(prepared) = SuperBlock::<L, 16, 2>::new(guide, values, importance) else { return };
-        let found = FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
-        let (scales, minimums) = (bytes_of(&found.scales), bytes_of(&found.minimums));
+        let stored = FORMAT.quantize::<L, 16, 2, 16>(guide, values, importance);
         for b in 0..16 {
-            block[b] = scales[b] | minimums[b] << 4;
+            block[b] = stored.scales[b] | stored.minimums[b] << 4;
         }
-        pack_pairs(&turned_back(&found.codes), &mut block[16..80]);
-        block[80..82].copy_from_slice(&found.d.to_le_bytes());
-        block[82..].copy_from_slice(&found.dmin.to_le_bytes());
+        pack_pairs(&stored.codes, &mut block[16..80]);
+        block[80..82].copy_from_slice(&stored.d.to_le_bytes());
+        block[82..].copy_from_slice(&stored.dmin.to_le_bytes());
     }
 }
 

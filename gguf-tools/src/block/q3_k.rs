@@ -1,11 +1,8 @@
 //! Q3_K: sixteen sub-blocks of 16 three-bit codes, each with a signed six-bit scale.
 
-use half::f16;
-
 use super::affine::Starts;
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
 use super::q2_k::pack_pairs;
-use super::super_block::{SuperBlock, bytes_of, turned_back};
 use super::symmetric::SymmetricFormat;
 use super::{Guide, RowQuantizer};
 use crate::simd::Lanes;
@@ -46,7 +43,7 @@ impl Block<256, 110> for BlockQ3K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 110>(guide)
+        Some(by_block::<Self, 256, 110>(guide))
     }
 }
 
@@ -66,20 +63,13 @@ impl QuantizeBlock<256, 110> for BlockQ3K {
         importance: Option<&[f32; 256]>,
         block: &mut [u8; 110],
     ) {
-        let zero = L::splat(0.0);
-        let (d, scales, codes) = match SuperBlock::<L, 16, 2>::new(guide, values, importance) {
-            Some(prepared) => {
-                let found = FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
-                (found.d, found.scales, found.codes)
-            }
-            None => (f16::ZERO, [zero; 2], [[zero; 16]; 2]),
-        };
-        let codes = turned_back(&codes.map(|round| round.map(|code| code + L::splat(4.0))));
-        let scales = bytes_of(&scales.map(|scale| scale + L::splat(32.0)));
+        let stored = FORMAT.quantize::<L, 16, 2, 16>(guide, values, importance);
+        let codes = &stored.codes;
+        let scales = stored.scales.map(|scale| scale.wrapping_add(32));
         for l in 0..32 {
             block[l] = (0..8).fold(0, |bits, b| bits | (codes[32 * b + l] >> 2) << b);
         }
-        pack_pairs(&codes, &mut block[32..96]);
+        pack_pairs(codes, &mut block[32..96]);
         let packed = &mut block[96..108];
         for k in 0..8 {
             packed[k] = scales[k] & 15 | scales[k + 8] << 4;
@@ -87,6 +77,6 @@ impl QuantizeBlock<256, 110> for BlockQ3K {
         for k in 0..4 {
             packed[8 + k] = (0..4).fold(0, |bits, j| bits | (scales[k + 4 * j] >> 4) << (2 * j));
         }
-        block[108..].copy_from_slice(&d.to_le_bytes());
+        block[108..].copy_from_slice(&stored.d.to_le_bytes());
     }
 }

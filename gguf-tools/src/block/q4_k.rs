@@ -1,8 +1,8 @@
 //! Q4_K and Q5_K: eight sub-blocks of 32 codes, each with a six-bit scale and a six-bit minimum.
 
-use super::affine::{AffineBlock, AffineFormat, Starts};
+use super::affine::{AffineFormat, Starts};
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
-use super::super_block::{SuperBlock, bytes_of, turned_back};
+use super::super_block::Stored;
 use super::{Guide, RowQuantizer};
 use crate::simd::Lanes;
 
@@ -57,7 +57,7 @@ impl Block<256, 144> for BlockQ4K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 144>(guide)
+        Some(by_block::<Self, 256, 144>(guide))
     }
 }
 
@@ -72,7 +72,7 @@ impl Block<256, 176> for BlockQ5K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 176>(guide)
+        Some(by_block::<Self, 256, 176>(guide))
     }
 }
 
@@ -83,6 +83,7 @@ const Q4_K_FORMAT: AffineFormat = AffineFormat {
     offsets: &[-0.02, 0.0, 0.02, 0.04, 0.06],
     reach: 1,
     refits: 2,
+    gain: 1.0,
 };
 const Q5_K_FORMAT: AffineFormat = AffineFormat { codes: 31.0, ..Q4_K_FORMAT };
 
@@ -94,11 +95,9 @@ impl QuantizeBlock<256, 144> for BlockQ4K {
         importance: Option<&[f32; 256]>,
         block: &mut [u8; 144],
     ) {
-        block.fill(0);
-        let Some(prepared) = SuperBlock::<L, 32, 1>::new(guide, values, importance) else { return };
-        let found = Q4_K_FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
-        pack_head(&found, &mut block[..16]);
-        pack_nibbles(&turned_back(&found.codes), &mut block[16..]);
+        let stored = Q4_K_FORMAT.quantize::<L, 32, 1, 8>(guide, values, importance);
+        pack_head(&stored, &mut block[..16]);
+        pack_nibbles(&stored.codes, &mut block[16..]);
     }
 }
 
@@ -110,23 +109,21 @@ impl QuantizeBlock<256, 176> for BlockQ5K {
         importance: Option<&[f32; 256]>,
         block: &mut [u8; 176],
     ) {
-        block.fill(0);
-        let Some(prepared) = SuperBlock::<L, 32, 1>::new(guide, values, importance) else { return };
-        let found = Q5_K_FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
-        pack_head(&found, &mut block[..16]);
-        let codes = turned_back(&found.codes);
+        let stored = Q5_K_FORMAT.quantize::<L, 32, 1, 8>(guide, values, importance);
+        pack_head(&stored, &mut block[..16]);
+        let codes = &stored.codes;
         for l in 0..32 {
             block[16 + l] = (0..8).fold(0, |bits, b| bits | (codes[32 * b + l] >> 4) << b);
         }
-        pack_nibbles(&codes, &mut block[48..]);
+        pack_nibbles(codes, &mut block[48..]);
     }
 }
 
 #[inline(always)]
-fn pack_head<L: Lanes>(found: &AffineBlock<L, 32, 1>, head: &mut [u8]) {
-    head[..2].copy_from_slice(&found.d.to_le_bytes());
-    head[2..4].copy_from_slice(&found.dmin.to_le_bytes());
-    let (scales, minimums) = (bytes_of(&found.scales), bytes_of(&found.minimums));
+fn pack_head(stored: &Stored, head: &mut [u8]) {
+    head[..2].copy_from_slice(&stored.d.to_le_bytes());
+    head[2..4].copy_from_slice(&stored.dmin.to_le_bytes());
+    let (scales, minimums) = (&stored.scales, &stored.minimums);
     let packed = &mut head[4..];
     for b in 0..4 {
         packed[b] = scales[b] | scales[b + 4] >> 4 << 6;

@@ -1,10 +1,7 @@
 //! Q6_K: sixteen sub-blocks of 16 six-bit codes, each with a signed eight-bit scale.
 
-use half::f16;
-
 use super::affine::Starts;
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
-use super::super_block::{SuperBlock, bytes_of, turned_back};
 use super::symmetric::SymmetricFormat;
 use super::{Guide, RowQuantizer};
 use crate::simd::Lanes;
@@ -37,7 +34,7 @@ impl Block<256, 210> for BlockQ6K {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 256, 210>(guide)
+        Some(by_block::<Self, 256, 210>(guide))
     }
 }
 
@@ -57,17 +54,9 @@ impl QuantizeBlock<256, 210> for BlockQ6K {
         importance: Option<&[f32; 256]>,
         block: &mut [u8; 210],
     ) {
-        let zero = L::splat(0.0);
-        let (d, scales, codes) = match SuperBlock::<L, 16, 2>::new(guide, values, importance) {
-            Some(prepared) => {
-                let found = FORMAT.search(&prepared, guide.scale_gain.unwrap_or(1.0));
-                (found.d, found.scales, found.codes)
-            }
-            None => (f16::ZERO, [zero; 2], [[zero; 16]; 2]),
-        };
-        let codes = turned_back(&codes.map(|round| round.map(|code| code + L::splat(32.0))));
+        let stored = FORMAT.quantize::<L, 16, 2, 16>(guide, values, importance);
         for h in 0..2 {
-            let codes = &codes[128 * h..][..128];
+            let codes = &stored.codes[128 * h..][..128];
             for l in 0..64 {
                 block[64 * h + l] = codes[l] & 15 | codes[l + 64] << 4;
             }
@@ -76,7 +65,7 @@ impl QuantizeBlock<256, 210> for BlockQ6K {
                     (0..4).fold(0, |bits, j| bits | (codes[32 * j + l] >> 4) << (2 * j));
             }
         }
-        block[192..208].copy_from_slice(&bytes_of(&scales));
-        block[208..].copy_from_slice(&d.to_le_bytes());
+        block[192..208].copy_from_slice(&stored.scales);
+        block[208..].copy_from_slice(&stored.d.to_le_bytes());
     }
 }

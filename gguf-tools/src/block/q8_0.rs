@@ -26,7 +26,7 @@ impl Block<32, 34> for BlockQ8_0 {
     }
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
-        by_block::<Self, 32, 34>(guide)
+        Some(by_block::<Self, 32, 34>(guide))
     }
 }
 

@@ -57,6 +57,25 @@ impl<L: Lanes, const N: usize, const ROUNDS: usize> SuperBlock<L, N, ROUNDS> {
     }
 }
 
+/// Everything that a super-block stores, before it is packed. Eight sub-blocks use the first eight scales and minimums.
+pub(super) struct Stored {
+    pub(super) d: f16,
+    pub(super) dmin: f16,
+    /// Signed ones in two's complement.
+    pub(super) scales: [u8; 16],
+    pub(super) minimums: [u8; 16],
+    /// Codes minus the format's lowest code.
+    pub(super) codes: [u8; 256],
+}
+
+impl Stored {
+    /// A super-block of zeros, for a format with this lowest code.
+    pub(super) fn zeros(lowest_code: f32) -> Self {
+        let codes = [-lowest_code as u8; 256];
+        Self { d: f16::ZERO, dmin: f16::ZERO, scales: [0; 16], minimums: [0; 16], codes }
+    }
+}
+
 /// The largest of the lanes.
 #[inline(always)]
 pub(super) fn highest<L: Lanes>(lanes: L) -> f32 {

@@ -3,10 +3,9 @@
 //! As for the affine formats: each sub-block by itself, then `d`, then scales and codes under the stored `d`, which is fitted
 //! again to them as long as the error falls.
 
-use half::f16;
-
 use super::affine::Starts;
-use super::super_block::{SuperBlock, highest};
+use super::super_block::{Stored, SuperBlock, bytes_of, highest, turned_back};
+use super::{Guide, exact};
 use crate::simd::Lanes;
 
 /// What the format can hold and how long to search.
@@ -24,13 +23,6 @@ pub(super) struct SymmetricFormat {
     pub(super) refits: usize,
 }
 
-/// Everything that a super-block stores, one lane a sub-block.
-pub(super) struct SymmetricBlock<L, const N: usize, const ROUNDS: usize> {
-    pub(super) d: f16,
-    pub(super) scales: [L; ROUNDS],
-    pub(super) codes: [[L; N]; ROUNDS],
-}
-
 /// Scale of a sub-block, and the weighted squares of its codes.
 #[derive(Clone, Copy)]
 struct Fit<L> {
@@ -39,13 +31,30 @@ struct Fit<L> {
 }
 
 impl SymmetricFormat {
+    /// What to store for a super-block: exact where that is possible (and then without a gain), else the outcome of the search.
+    #[inline(always)]
+    pub(super) fn quantize<L: Lanes, const N: usize, const ROUNDS: usize, const BLOCKS: usize>(
+        self,
+        guide: &Guide<'_>,
+        values: &[f32; 256],
+        importance: Option<&[f32; 256]>,
+    ) -> Stored {
+        if let Some(stored) = exact::symmetric::<BLOCKS>(values, self.codes, self.scales[1] as u8) {
+            return stored;
+        }
+        match SuperBlock::<L, N, ROUNDS>::new(guide, values, importance) {
+            Some(block) => self.search(&block, guide.scale_gain.unwrap_or(1.0)),
+            None => Stored::zeros(self.codes[0]),
+        }
+    }
+
     /// `gain`: factor on the stored scale in the end.
     #[inline(always)]
-    pub(super) fn search<L: Lanes, const N: usize, const ROUNDS: usize>(
+    fn search<L: Lanes, const N: usize, const ROUNDS: usize>(
         self,
         block: &SuperBlock<L, N, ROUNDS>,
         gain: f32,
-    ) -> SymmetricBlock<L, N, ROUNDS> {
+    ) -> Stored {
         let zero = L::splat(0.0);
         let mut fits = [Fit { scale: zero, squares: zero }; ROUNDS];
         for r in 0..ROUNDS {
@@ -77,10 +86,15 @@ impl SymmetricFormat {
         for r in 0..ROUNDS {
             let inverse = inverse(L::splat(d.1) * scales[r]);
             for i in 0..N {
-                codes[r][i] = self.code(block.x[r][i], inverse);
+                codes[r][i] = self.code(block.x[r][i], inverse) - L::splat(self.codes[0]);
             }
         }
-        SymmetricBlock { d: block.rounded(d.1 * gain).0, scales, codes }
+        Stored {
+            d: block.rounded(d.1 * gain).0,
+            scales: bytes_of(&scales),
+            codes: turned_back(&codes),
+            ..Stored::zeros(self.codes[0])
+        }
     }
 
     #[inline(always)]
@@ -117,7 +131,7 @@ impl SymmetricFormat {
         for k in 0..self.starts.n {
             let inverse = one_step * L::splat(self.starts.first + self.starts.step * k as f32);
             let both = [inverse, zero - inverse];
-            for s in 0..1 + usize::from(self.both_signs) {
+            for s in 0..=usize::from(self.both_signs) {
                 let inverse = both[s];
                 let (squares, products) = self.sums(x, w, inverse);
                 let scale = products / squares.max(L::splat(1e-30));
