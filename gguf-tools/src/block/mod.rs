@@ -5,8 +5,13 @@
 //! still works in every command that copies or lists tensors.
 
 mod affine;
+mod codebook;
 mod exact;
 mod float;
+mod grids;
+mod iq2_xs;
+mod iq2_xxs;
+mod iq3_xxs;
 mod iq4_nl;
 mod layout;
 mod mxfp4;

@@ -49,9 +49,9 @@ registry! {
     Q5K = 13, "Q5_K", 256 values in 176 bytes, &q4_k::Q5_K;
     Q6K = 14, "Q6_K", 256 values in 210 bytes, &q6_k::Q6_K;
     Q8K = 15, "Q8_K", 256 values in 292 bytes;
-    Iq2Xxs = 16, "IQ2_XXS", 256 values in 66 bytes;
-    Iq2Xs = 17, "IQ2_XS", 256 values in 74 bytes;
-    Iq3Xxs = 18, "IQ3_XXS", 256 values in 98 bytes;
+    Iq2Xxs = 16, "IQ2_XXS", 256 values in 66 bytes, &super::iq2_xxs::Iq2Xxs;
+    Iq2Xs = 17, "IQ2_XS", 256 values in 74 bytes, &super::iq2_xs::Iq2Xs;
+    Iq3Xxs = 18, "IQ3_XXS", 256 values in 98 bytes, &super::iq3_xxs::Iq3Xxs;
     Iq1S = 19, "IQ1_S", 256 values in 50 bytes;
     Iq4Nl = 20, "IQ4_NL", 32 values in 18 bytes, &iq4_nl::IQ4_NL;
     Iq3S = 21, "IQ3_S", 256 values in 110 bytes;

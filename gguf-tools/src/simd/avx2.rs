@@ -125,6 +125,25 @@ impl Lanes for Avx2 {
         Self(unsafe { _mm256_blendv_ps(no.0, yes.0, mask) })
     }
     #[inline(always)]
+    fn pick(self, lane_numbers: u32) -> Self {
+        // SAFETY: as for the type. The permutation looks at the lowest three bits of each lane alone.
+        unsafe {
+            let shifts = _mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21);
+            let numbers = _mm256_srlv_epi32(_mm256_set1_epi32(lane_numbers as i32), shifts);
+            Self(_mm256_permutevar8x32_ps(self.0, numbers))
+        }
+    }
+    #[inline(always)]
+    fn negate(self, lanes: u32) -> Self {
+        // SAFETY: as for the type.
+        unsafe {
+            let shifts = _mm256_setr_epi32(31, 30, 29, 28, 27, 26, 25, 24);
+            let top = _mm256_sllv_epi32(_mm256_set1_epi32(lanes as i32), shifts);
+            let signs = _mm256_and_ps(_mm256_castsi256_ps(top), _mm256_set1_ps(-0.0));
+            Self(_mm256_xor_ps(self.0, signs))
+        }
+    }
+    #[inline(always)]
     fn sum(self) -> f32 {
         // SAFETY: as for the type.
         unsafe {
@@ -183,8 +202,10 @@ mod tests {
         let mask = x.less(y);
         let mut all = vec![L::bits(mask), x.sum().to_bits()];
         let rows = [x, y, x + y, x - y, x * y, x / y, x.abs().sqrt(), x.round()];
-        let others = [x.min(y), x.max(y), L::select(L::and(mask, y.less(x)), x, y), L::select(mask, x, y)];
-        for lanes in rows.into_iter().chain(L::transpose(rows)).chain(others) {
+        let both = L::and(mask, y.less(x));
+        let others = [x.min(y), x.max(y), L::select(both, x, y), L::select(mask, x, y)];
+        let moved = [x.pick(0o7654_3210), x.pick(0o1113_0572), x.negate(0b1010_0110)];
+        for lanes in rows.into_iter().chain(L::transpose(rows)).chain(others).chain(moved) {
             // The sign of a NaN that an operation makes is not part of IEEE arithmetic.
             all.extend(to_array(lanes).map(|v| if v.is_nan() { f32::NAN.to_bits() } else { v.to_bits() }));
         }

@@ -101,6 +101,10 @@ pub trait Lanes:
     fn bits(mask: Self::Mask) -> u32;
     /// `if mask { yes } else { no }`, lane by lane.
     fn select(mask: Self::Mask, yes: Self, no: Self) -> Self;
+    /// Lane `i` takes the value of the lane whose number is in bits `3i` to `3i + 2` of `lane_numbers`.
+    fn pick(self, lane_numbers: u32) -> Self;
+    /// Lane `i` changes its sign where bit `i` of `lanes` is set.
+    fn negate(self, lanes: u32) -> Self;
     /// Sum of the lanes in a fixed order: `((0+4)+(2+6)) + ((1+5)+(3+7))`.
     fn sum(self) -> f32;
     /// Eight rows of eight become eight columns of eight.

@@ -90,6 +90,14 @@ impl Lanes for Scalar {
         Self(from_fn(|i| if mask[i] { yes.0[i] } else { no.0[i] }))
     }
     #[inline(always)]
+    fn pick(self, lane_numbers: u32) -> Self {
+        Self(from_fn(|i| self.0[(lane_numbers >> (3 * i)) as usize & 7]))
+    }
+    #[inline(always)]
+    fn negate(self, lanes: u32) -> Self {
+        Self(from_fn(|i| f32::from_bits(self.0[i].to_bits() ^ ((lanes >> i) << 31))))
+    }
+    #[inline(always)]
     fn sum(self) -> f32 {
         let v = self.0;
         ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]))

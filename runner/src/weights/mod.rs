@@ -1,10 +1,10 @@
 //! Where weights come from: a GGUF file or an official checkpoint folder, mapped, read row by row.
 
 mod checkpoint;
-//mod gguf;
+mod gguf;
 
 pub use checkpoint::CheckpointSource;
-//pub use gguf::GgufSource;
+pub use gguf::GgufSource;
 
 use std::ops::Range;
 use std::path::Path;
@@ -56,7 +56,7 @@ pub trait WeightSource: Send + Sync {
 /// # Errors
 /// If it cannot be read or its metadata describe no supported model.
 pub fn open_source(path: &Path) -> Result<Arc<dyn WeightSource>, RunnerError> {
-    Ok(if path.is_dir() { Arc::new(CheckpointSource::open(path)?) } else { unimplemented!() })
+    Ok(if path.is_dir() { Arc::new(CheckpointSource::open(path)?) } else { Arc::new(GgufSource::open(path)?) })
 }
 
 /// Compares a tensor with what the hyper-parameters imply.
