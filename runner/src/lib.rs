@@ -2,6 +2,7 @@
 //!
 //! [`forward`] is the model, [`ops`] the operations it is written in, [`cpu`] their implementation.
 
+pub mod chat;
 pub mod cpu;
 pub mod error;
 pub mod forward;
@@ -9,7 +10,9 @@ pub mod load;
 pub mod logits;
 pub mod observe;
 pub mod ops;
+pub mod sample;
 pub mod session;
+pub mod tokenizer;
 pub mod weights;
 
 pub use error::RunnerError;

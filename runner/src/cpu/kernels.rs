@@ -97,28 +97,20 @@ fn dots<L: Lanes, const R: usize, const T: usize>(rows: [&[f32]; R], inputs: [&[
     let width = rows[0].len();
     let rows_in_eights = rows.map(|row| &row[..width].as_chunks::<8>().0[..width / 8]);
     let inputs_in_eights = inputs.map(|input| &input[..width].as_chunks::<8>().0[..width / 8]);
-    let mut sums = [[[L::splat(0.0); 2]; T]; R];
-    let mut step = |i: usize, half: usize| {
-        let x: [L; T] = std::array::from_fn(|t| L::load(&inputs_in_eights[t][i]));
-        for r in 0..R {
-            let a = L::load(&rows_in_eights[r][i]);
-            for t in 0..T {
-                sums[r][t][half] = sums[r][t][half] + a * x[t];
-            }
-        }
-    };
+    let mut even = [[L::splat(0.0); T]; R];
+    let mut odd = [[L::splat(0.0); T]; R];
     let eights = width / 8;
     for pair in 0..eights / 2 {
-        step(2 * pair, 0);
-        step(2 * pair + 1, 1);
+        add_eight(&mut even, &rows_in_eights, &inputs_in_eights, 2 * pair);
+        add_eight(&mut odd, &rows_in_eights, &inputs_in_eights, 2 * pair + 1);
     }
     if eights % 2 == 1 {
-        step(eights - 1, 0);
+        add_eight(&mut even, &rows_in_eights, &inputs_in_eights, eights - 1);
     }
     let mut out = [[0.0; T]; R];
     for r in 0..R {
         for t in 0..T {
-            let mut sum = (sums[r][t][0] + sums[r][t][1]).sum();
+            let mut sum = (even[r][t] + odd[r][t]).sum();
             for i in eights * 8..width {
                 sum += rows[r][i] * inputs[t][i];
             }
@@ -126,6 +118,22 @@ fn dots<L: Lanes, const R: usize, const T: usize>(rows: [&[f32]; R], inputs: [&[
         }
     }
     out
+}
+
+/// Adds the products of one group of eight. A function, not a closure: closures are not compiled for the instruction set.
+#[inline(always)]
+fn add_eight<L: Lanes, const R: usize, const T: usize>(
+    sums: &mut [[L; T]; R],
+    rows: &[&[[f32; 8]]; R],
+    inputs: &[&[[f32; 8]]; T],
+    i: usize,
+) {
+    for r in 0..R {
+        let a = L::load(&rows[r][i]);
+        for t in 0..T {
+            sums[r][t] = sums[r][t] + a * L::load(&inputs[t][i]);
+        }
+    }
 }
 
 #[inline(always)]
