@@ -5,8 +5,13 @@
 //! still works in every command that copies or lists tensors.
 
 mod affine;
+mod codebook;
 mod exact;
 mod float;
+mod grids;
+mod iq2_xs;
+mod iq2_xxs;
+mod iq3_xxs;
 mod iq4_nl;
 mod layout;
 mod mxfp4;
@@ -17,11 +22,6 @@ mod q4_0;
 mod q4_k;
 mod q6_k;
 mod q8_0;
-mod codebook;
-mod grids;
-mod iq2_xs;
-mod iq2_xxs;
-mod iq3_xxs;
 mod registry;
 mod super_block;
 mod symmetric;

@@ -1,0 +1,492 @@
+//! DeepSeek V4 in plain sight: the one forward pass, for every device, schedule and size.
+//!
+//! Notation of the comments, as in the model's papers and code:
+//! `T` tokens of the batch, `D` hidden size, `M` residual streams, `H` heads of width `d`, `G` output groups,
+//! `E` routed experts, `F` their inner width. Matrices are `[rows, columns]`, products `y = A x`.
+//!
+//! The state of a token is `M` streams of width `D`. A layer reads them twice, for attention and for its experts:
+//! a *hyper-connection* merges the streams to one input (`hc_pre`) and mixes the output back into them (`hc_post`).
+//! Attention sees a window of recent tokens and, in most layers, *compressed rows* of everything before:
+//! one for 128 tokens, or one for 4, of which an *indexer* picks the best.
+//!
+//! Numbers in parentheses, (3.6) or (4.4.2), are those of the operations in [`crate::ops`]:
+//! 3.1 norm, 3.2 rotary frequencies, 3.3 rotation, 3.4 clamped SwiGLU, 3.6 hyper-connections, 4.4 attention,
+//! 4.5 compressor, 4.6 indexer, 4.7 experts, 5 state, 7 rounding.
+
+use std::f64::consts::PI;
+use std::ops::Range;
+use std::sync::Arc;
+
+use gguf_tools::model::HyperParameters;
+
+use crate::error::RunnerError;
+use crate::observe::{
+    ExpertObservation, IndexObservation, Observation, Observer, RouteObservation, Site, TokenPlace,
+};
+use crate::ops::{
+    Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
+    Numerics, Piece, Rope, RouterRule, Selection,
+};
+
+/// Tokens that go through the layers together, of one or several sequences.
+#[derive(Debug, Clone, Default)]
+pub struct Batch {
+    /// Where each token belongs.
+    pub places: Vec<TokenPlace>,
+    /// Token ids.
+    pub tokens: Vec<u32>,
+    /// Positions in their sequences.
+    pub positions: Vec<usize>,
+    /// Runs of tokens of one sequence, in row order, covering all rows.
+    pub pieces: Vec<Piece>,
+}
+
+impl Batch {
+    /// Appends tokens of a sequence, the first of them at `position`.
+    pub fn push(&mut self, sequence: usize, position: usize, tokens: &[u32]) {
+        let first_row = self.tokens.len();
+        self.pieces.push(Piece { rows: first_row..first_row + tokens.len(), sequence, position });
+        for (i, &token) in tokens.iter().enumerate() {
+            self.places.push(TokenPlace { sequence, position: position + i, token });
+            self.positions.push(position + i);
+            self.tokens.push(token);
+        }
+    }
+
+    /// Some of the rows, as a batch of their own.
+    fn part(&self, rows: &Range<usize>) -> Self {
+        let pieces = self.pieces.iter().filter_map(|piece| {
+            let first = piece.rows.start.max(rows.start);
+            let end = piece.rows.end.min(rows.end);
+            (first < end).then(|| Piece {
+                rows: first - rows.start..end - rows.start,
+                sequence: piece.sequence,
+                position: piece.position + first - piece.rows.start,
+            })
+        });
+        Self {
+            places: self.places[rows.clone()].to_vec(),
+            tokens: self.tokens[rows.clone()].to_vec(),
+            positions: self.positions[rows.clone()].to_vec(),
+            pieces: pieces.collect(),
+        }
+    }
+}
+
+/// Directions that are taken out of activations on the way.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Steering {
+    /// For each layer a direction `[D]`, or an empty one for none.
+    pub directions: Vec<Vec<f32>>,
+    /// How much of it is taken out of the attention output; 0 = nothing.
+    pub attention_scale: f32,
+    /// How much of it is taken out of the FFN output; 0 = nothing.
+    pub ffn_scale: f32,
+}
+
+/// How one pass is to be run.
+pub struct Pass<'a> {
+    /// Rounding of activations.
+    pub numerics: Numerics,
+    /// Tokens whose queries are held at once.
+    pub attention_tokens: usize,
+    /// Whether results are looked through for NaN and infinities.
+    pub check_finite: bool,
+    /// Directions to take out.
+    pub steering: Option<&'a Steering>,
+    /// Who looks on.
+    pub observer: &'a mut dyn Observer,
+}
+
+impl Pass<'_> {
+    /// Shows a result to the observer, and checks it.
+    fn see<B: Backend>(
+        &mut self,
+        backend: &B,
+        site: Site,
+        layer: Option<usize>,
+        places: &[TokenPlace],
+        tensor: &B::Tensor,
+    ) -> Result<(), RunnerError> {
+        if self.check_finite
+            && let Some((row, value_index, found)) = backend.first_not_finite(tensor)
+        {
+            let place = layer.map_or_else(|| "behind the layers".into(), |n| format!("of layer {n}"));
+            let position = places[row].position;
+            return Err(RunnerError::NotFinite { site, place, position, value_index, found });
+        }
+        if self.observer.wants(site, layer) {
+            let values = backend.read(tensor);
+            self.observer.rows(Observation { site, layer, tokens: places, values: &values });
+        }
+        Ok(())
+    }
+
+    fn steer<B: Backend>(&self, backend: &B, layer: usize, scale: fn(&Steering) -> f32, y: &mut B::Tensor) {
+        if let Some(steering) = self.steering
+            && let Some(direction) = steering.directions.get(layer).filter(|d| !d.is_empty())
+            && scale(steering) != 0.0
+        {
+            backend.project_out(y, direction, scale(steering));
+        }
+    }
+}
+
+/// A compressor with its projections, (4.5). `e`: width of its rows, doubled where windows overlap.
+pub(crate) struct CompressorWeights<B: Backend> {
+    /// `[e or 2e, D]`.
+    pub(crate) values: B::Matrix,
+    /// `[e or 2e, D]`.
+    pub(crate) gates: B::Matrix,
+    pub(crate) rest: Compressor<B>,
+}
+
+/// The lightning indexer of a ratio-4 layer, (4.6).
+pub(crate) struct IndexerWeights<B: Backend> {
+    /// `[index heads * index width, q_lora]`.
+    pub(crate) queries: B::Matrix,
+    /// `[index heads, D]`.
+    pub(crate) head_weights: B::Matrix,
+    pub(crate) compressor: CompressorWeights<B>,
+}
+
+/// Attention of one layer, (4.4).
+pub(crate) struct AttentionWeights<B: Backend> {
+    /// `[q_lora, D]`.
+    pub(crate) q_a: B::Matrix,
+    pub(crate) q_norm: B::Vector,
+    /// `[H * d, q_lora]`.
+    pub(crate) q_b: B::Matrix,
+    /// `[d, D]`.
+    pub(crate) kv: B::Matrix,
+    pub(crate) kv_norm: B::Vector,
+    /// `[H]`.
+    pub(crate) sinks: B::Vector,
+    /// `[G * o_lora, H * d / G]`.
+    pub(crate) output_a: B::Matrix,
+    /// `[D, G * o_lora]`.
+    pub(crate) output_b: B::Matrix,
+    pub(crate) compressor: Option<CompressorWeights<B>>,
+    pub(crate) indexer: Option<IndexerWeights<B>>,
+    pub(crate) rope: Arc<Rope>,
+}
+
+/// Router and experts of one layer, (4.7).
+pub(crate) struct FfnWeights<B: Backend> {
+    /// `[E, D]`.
+    pub(crate) router: B::Matrix,
+    pub(crate) rule: RouterRule,
+    /// Each `[E]` of `[F, D]`, `[F, D]`, `[D, F]`.
+    pub(crate) experts: GatedFfn<Vec<B::Matrix>>,
+    pub(crate) shared: GatedFfn<B::Matrix>,
+}
+
+/// One layer.
+pub(crate) struct Layer<B: Backend> {
+    pub(crate) attention_mix: HyperConnection<B>,
+    pub(crate) attention_norm: B::Vector,
+    pub(crate) attention: AttentionWeights<B>,
+    pub(crate) ffn_mix: HyperConnection<B>,
+    pub(crate) ffn_norm: B::Vector,
+    pub(crate) ffn: FfnWeights<B>,
+}
+
+/// The model: weights of all layers and the constants they are used with.
+pub struct Network<B: Backend> {
+    pub(crate) hyper_parameters: HyperParameters,
+    /// `[vocabulary, D]`.
+    pub(crate) embedding: B::Matrix,
+    pub(crate) layers: Vec<Layer<B>>,
+    pub(crate) head_mix: HyperConnection<B>,
+    pub(crate) output_norm: B::Vector,
+    /// `[vocabulary, D]`.
+    pub(crate) output: B::Matrix,
+}
+
+impl<B: Backend> Network<B> {
+    /// The model's hyper-parameters.
+    pub fn hyper_parameters(&self) -> &HyperParameters {
+        &self.hyper_parameters
+    }
+
+    /// Number of layers.
+    pub fn n_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Widths of the cache of a layer, (5.1).
+    pub fn cache_shape(&self, layer: usize) -> CacheShape {
+        let h = &self.hyper_parameters;
+        CacheShape {
+            ratio: h.compress_ratio(layer as u32) as usize,
+            window: h.sliding_window as usize,
+            head_dim: h.head_dim as usize,
+            index_head_dim: h.index_head_dim as usize,
+        }
+    }
+
+    fn hyper_constants(&self) -> HyperConstants {
+        let h = &self.hyper_parameters;
+        HyperConstants {
+            n_streams: h.hc_mult as usize,
+            sinkhorn_iterations: h.hc_sinkhorn_iters as usize,
+            epsilon: h.hc_eps,
+            rms_epsilon: h.rms_norm_eps,
+        }
+    }
+
+    /// (4.1) The streams of the batch's tokens, `[T, M * D]`.
+    ///
+    /// # Errors
+    /// If the embedding cannot be read.
+    pub fn embed(&self, backend: &B, batch: &Batch) -> Result<B::Tensor, RunnerError> {
+        backend.embed(&self.embedding, &batch.tokens, self.hyper_parameters.hc_mult as usize)
+    }
+
+    /// (4.2) One layer over the batch. `streams`: `[T, M * D]`, changed in place.
+    /// `caches`: this layer's cache of every sequence, read and continued.
+    ///
+    /// # Errors
+    /// If weights cannot be read, or a result is not finite and [`Pass::check_finite`] is set.
+    pub fn layer(
+        &self,
+        backend: &B,
+        index: usize,
+        streams: &mut B::Tensor,
+        batch: &Batch,
+        caches: &mut [B::Cache],
+        pass: &mut Pass<'_>,
+    ) -> Result<(), RunnerError> {
+        let b = backend;
+        let layer = &self.layers[index];
+        let (at, places) = (Some(index), &batch.places[..]);
+        let epsilon = self.hyper_parameters.rms_norm_eps;
+
+        // x [T, D], post [T, M], comb [T, M, M]
+        let (x, mix) = b.hc_pre(streams, &layer.attention_mix, self.hyper_constants())?;
+        pass.see(b, Site::AttentionCollapsed, at, places, &x)?;
+        pass.see(b, Site::AttentionPost, at, places, &mix.post)?;
+        pass.see(b, Site::AttentionComb, at, places, &mix.comb)?;
+        let x = b.rms_norm(&x, &layer.attention_norm, epsilon);
+        pass.see(b, Site::AttentionInput, at, places, &x)?;
+        let mut y = self.attention(b, index, &x, batch, caches, pass)?;
+        pass.steer(b, index, |s| s.attention_scale, &mut y);
+        pass.see(b, Site::AttentionOutput, at, places, &y)?;
+        b.hc_post(streams, &y, &mix);
+
+        let (x, mix) = b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants())?;
+        pass.see(b, Site::FfnCollapsed, at, places, &x)?;
+        pass.see(b, Site::FfnPost, at, places, &mix.post)?;
+        pass.see(b, Site::FfnComb, at, places, &mix.comb)?;
+        let x = b.rms_norm(&x, &layer.ffn_norm, epsilon);
+        pass.see(b, Site::FfnInput, at, places, &x)?;
+        let mut y = self.ffn(b, index, &x, batch, pass)?;
+        pass.steer(b, index, |s| s.ffn_scale, &mut y);
+        pass.see(b, Site::FfnOutput, at, places, &y)?;
+        b.hc_post(streams, &y, &mix);
+        pass.see(b, Site::Streams, at, places, streams)
+    }
+
+    /// (4.4) Attention over the whole batch, `pass.attention_tokens` at a time, in order. `x`, result: `[T, D]`.
+    fn attention(
+        &self,
+        b: &B,
+        index: usize,
+        x: &B::Tensor,
+        batch: &Batch,
+        caches: &mut [B::Cache],
+        pass: &mut Pass<'_>,
+    ) -> Result<B::Tensor, RunnerError> {
+        let n_tokens = batch.tokens.len();
+        let step = pass.attention_tokens.max(1);
+        let mut y = b.zeros(n_tokens, self.hyper_parameters.hidden_size as usize);
+        for first in (0..n_tokens).step_by(step) {
+            let rows = first..n_tokens.min(first + step);
+            let part = batch.part(&rows);
+            let part_y = self.attention_part(b, index, &b.rows(x, rows), &part, caches, pass)?;
+            b.put_rows(&mut y, first, &part_y);
+        }
+        Ok(y)
+    }
+
+    /// (4.4 to 4.6) Attention of tokens whose predecessors are in the caches. `x`, result: `[C, D]`.
+    fn attention_part(
+        &self,
+        b: &B,
+        index: usize,
+        x: &B::Tensor,
+        part: &Batch,
+        caches: &mut [B::Cache],
+        pass: &mut Pass<'_>,
+    ) -> Result<B::Tensor, RunnerError> {
+        let h = &self.hyper_parameters;
+        let a = &self.layers[index].attention;
+        let (at, places, positions) = (Some(index), &part.places[..], &part.positions[..]);
+        let (head_dim, epsilon) = (h.head_dim as usize, h.rms_norm_eps);
+
+        // Everything that reads x, in one call.
+        let mut matrices = vec![&a.q_a, &a.kv];
+        matrices.extend(a.compressor.iter().flat_map(|c| [&c.values, &c.gates]));
+        matrices.extend(
+            a.indexer
+                .iter()
+                .flat_map(|i| [&i.compressor.values, &i.compressor.gates, &i.head_weights]),
+        );
+        let mut products = b.linear_many(x, &matrices)?.into_iter();
+        let mut next = || products.next().expect("one product for each matrix");
+
+        // (4.4.1) qr [C, q_lora]; (4.4.3) kv [C, d], key and value of all heads
+        let qr = b.rms_norm(&next(), &a.q_norm, epsilon);
+        pass.see(b, Site::QueryLora, at, places, &qr)?;
+        let mut kv = b.rms_norm(&next(), &a.kv_norm, epsilon);
+        pass.see(b, Site::KeyValueNorm, at, places, &kv)?;
+        b.kv_finish(&mut kv, &a.rope, positions, pass.numerics);
+        pass.see(b, Site::WindowRow, at, places, &kv)?;
+        let compressor = a.compressor.as_ref().map(|c| (&c.rest, next(), next()));
+        let indexer = a.indexer.as_ref().map(|i| (&i.compressor.rest, next(), next(), next()));
+
+        // (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
+        let mut matrices = vec![&a.q_b];
+        matrices.extend(a.indexer.iter().map(|i| &i.queries));
+        let mut products = b.linear_many(&qr, &matrices)?.into_iter();
+        let mut q = products.next().expect("one product for each matrix");
+        b.q_finish(&mut q, head_dim, epsilon, &a.rope, positions);
+        let index_q = products.next().map(|mut q| {
+            b.index_finish(&mut q, h.index_head_dim as usize, &a.rope, positions, pass.numerics);
+            q
+        });
+
+        let mut o = b.zeros(places.len(), h.num_attention_heads as usize * head_dim);
+        for piece in &part.pieces {
+            let cache = &mut caches[piece.sequence];
+            // (5.1) The current row is in the window before it is attended to, and a row that it completes too.
+            b.append_window(cache, &kv, piece);
+            let mut selection = Selection::None;
+            if let Some((rest, values, gates)) = &compressor {
+                let target = CompressedRows::Attention;
+                b.compress(cache, target, values, gates, piece, rest, &a.rope, epsilon, pass.numerics);
+                selection = Selection::Visible;
+            }
+            if let (Some((rest, values, gates, head_weights)), Some(index_q)) = (&indexer, &index_q) {
+                let target = CompressedRows::Indexer;
+                b.compress(cache, target, values, gates, piece, rest, &a.rope, epsilon, pass.numerics);
+                let wanted = pass.observer.wants(Site::IndexScores, at);
+                let top_k = h.index_topk as usize;
+                let indexed = b.index_topk(cache, index_q, head_weights, piece, top_k, wanted);
+                if wanted {
+                    let tokens = &places[piece.rows.clone()];
+                    let (layer, chosen, values) = (index, &indexed.chosen[..], &indexed.scores[..]);
+                    pass.observer.rows(Observation { site: Site::IndexScores, layer: at, tokens, values });
+                    pass.observer.index(IndexObservation { layer, tokens, chosen });
+                }
+                selection = Selection::Rows(indexed.chosen);
+            }
+            // (4.4.4 to 4.4.6)
+            b.attend(cache, &q, piece, &selection, &a.sinks, &a.rope, &mut o);
+            b.trim_window(cache);
+        }
+        pass.see(b, Site::HeadsOutput, at, places, &o)?;
+
+        // (4.4.7) u [C, G * o_lora]
+        let u = b.linear_grouped(&o, &a.output_a, h.o_groups as usize)?;
+        pass.see(b, Site::OutputLora, at, places, &u)?;
+        linear(b, &u, &a.output_b)
+    }
+
+    /// (4.7) Routed experts and the shared one. `x`, result: `[T, D]`.
+    fn ffn(
+        &self,
+        b: &B,
+        index: usize,
+        x: &B::Tensor,
+        batch: &Batch,
+        pass: &mut Pass<'_>,
+    ) -> Result<B::Tensor, RunnerError> {
+        let h = &self.hyper_parameters;
+        let f = &self.layers[index].ffn;
+        let (at, places) = (Some(index), &batch.places[..]);
+
+        // (4.7.1 to 4.7.3)
+        let logits = linear(b, x, &f.router)?;
+        pass.see(b, Site::RouterLogits, at, places, &logits)?;
+        let n_used = h.num_experts_per_tok as usize;
+        let routing = b.route(&logits, &f.rule, &batch.tokens, n_used, h.routed_scaling_factor);
+        if pass.observer.wants(Site::RouterLogits, at) {
+            let (experts, weights) = (&routing.experts[..], &routing.weights[..]);
+            pass.observer.routes(RouteObservation { layer: index, tokens: places, experts, weights });
+        }
+
+        // (4.7.4)
+        let tapped = pass.observer.wants(Site::RoutedMid, at);
+        let observer = &mut pass.observer;
+        let mut show = |expert: usize, rows: &[usize], weights: &[f32], inputs: &[f32], mids: &[f32]| {
+            observer.expert(ExpertObservation { layer: index, expert, rows, weights, inputs, mids });
+        };
+        let tap = tapped.then_some(&mut show as &mut ExpertTap<'_>);
+        let mut y = b.routed_experts(x, &routing, &f.experts, h.swiglu_limit, tap)?;
+        pass.see(b, Site::RoutedOutput, at, places, &y)?;
+
+        // (4.7.5, 4.7.6)
+        let shared = b.shared_expert(x, &f.shared, h.swiglu_limit)?;
+        pass.see(b, Site::SharedOutput, at, places, &shared)?;
+        b.add(&mut y, &shared);
+        Ok(y)
+    }
+
+    /// (4.3) Logits of the tokens whose streams are given, `[T, vocabulary]`.
+    ///
+    /// # Errors
+    /// If weights cannot be read, or a result is not finite and [`Pass::check_finite`] is set.
+    pub fn head(
+        &self,
+        backend: &B,
+        streams: &B::Tensor,
+        places: &[TokenPlace],
+        pass: &mut Pass<'_>,
+    ) -> Result<B::Tensor, RunnerError> {
+        let b = backend;
+        let x = b.hc_head(streams, &self.head_mix, self.hyper_constants())?;
+        pass.see(b, Site::HeadCollapsed, None, places, &x)?;
+        let x = b.rms_norm(&x, &self.output_norm, self.hyper_parameters.rms_norm_eps);
+        pass.see(b, Site::FinalNorm, None, places, &x)?;
+        let logits = linear(b, &x, &self.output)?;
+        pass.see(b, Site::Logits, None, places, &logits)?;
+        Ok(logits)
+    }
+}
+
+/// One matrix product.
+fn linear<B: Backend>(b: &B, x: &B::Tensor, matrix: &B::Matrix) -> Result<B::Tensor, RunnerError> {
+    Ok(b.linear_many(x, &[matrix])?.pop().expect("one product for one matrix"))
+}
+
+/// (3.2) Frequencies of layers without compressed rows.
+pub(crate) fn plain_rope(h: &HyperParameters) -> Rope {
+    let width = h.qk_rope_head_dim as usize;
+    let base = f64::from(h.rope_theta);
+    let frequencies = (0..width / 2).map(|i| base.powf(-2.0 * i as f64 / width as f64) as f32).collect();
+    Rope { frequencies }
+}
+
+/// (3.2) Frequencies of layers with compressed rows: slow pairs are slowed further by the YaRN factor.
+pub(crate) fn compressed_rope(h: &HyperParameters) -> Rope {
+    let width = h.qk_rope_head_dim as f64;
+    let base = f64::from(h.compress_rope_theta);
+    let scaling = &h.rope_scaling;
+    // The pair that makes `turns` rotations over the original context.
+    let pair_of = |turns: f32| {
+        let context = scaling.original_max_position_embeddings as f64;
+        width * (context / (f64::from(turns) * 2.0 * PI)).ln() / (2.0 * base.ln())
+    };
+    let low = pair_of(scaling.beta_fast).floor().max(0.0);
+    let mut high = pair_of(scaling.beta_slow).ceil().min(width - 1.0);
+    if low == high {
+        high += 0.001;
+    }
+    let frequency = |i: usize| {
+        let plain = base.powf(-2.0 * i as f64 / width);
+        let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+        (plain / f64::from(scaling.factor) * ramp + plain * (1.0 - ramp)) as f32
+    };
+    Rope { frequencies: (0..width as usize / 2).map(frequency).collect() }
+}

@@ -1,0 +1,81 @@
+//! Where weights come from: a GGUF file or an official checkpoint folder, mapped, read row by row.
+
+mod checkpoint;
+mod gguf;
+
+pub use checkpoint::CheckpointSource;
+pub use gguf::GgufSource;
+
+use std::ops::Range;
+use std::path::Path;
+use std::sync::Arc;
+
+use gguf_tools::block::BlockType;
+use gguf_tools::model::HyperParameters;
+
+use crate::error::RunnerError;
+
+/// A tensor of a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct FoundTensor {
+    /// Index by which the source knows it.
+    pub index: usize,
+    /// Shape, outermost first.
+    pub shape: Vec<u64>,
+}
+
+/// Weights by their GGUF names. All outer dimensions of a tensor are folded into rows.
+pub trait WeightSource: Send + Sync {
+    /// File or folder, for messages.
+    fn path(&self) -> &Path;
+    /// The model's hyper-parameters.
+    fn hyper_parameters(&self) -> &HyperParameters;
+    /// The tensor with this GGUF name.
+    fn find(&self, name: &str) -> Option<FoundTensor>;
+    /// The block type that the tensor is stored in, if [`WeightSource::blocks`] can give its bytes.
+    fn block_type(&self, tensor: usize) -> Option<BlockType>;
+    /// The blocks of some rows, mapped.
+    ///
+    /// # Errors
+    /// If the data are not in the file or not in blocks.
+    fn blocks(&self, tensor: usize, rows: Range<usize>) -> Result<&[u8], RunnerError>;
+    /// Widens rows to `f32`. `out`: `rows.len()` times the row's values, overwritten.
+    ///
+    /// # Errors
+    /// If the data are not in the file, cannot be computed with, or (in checkpoints) are not finite.
+    fn read_rows(&self, tensor: usize, rows: Range<usize>, out: &mut [f32]) -> Result<(), RunnerError>;
+    /// All values of an integer tensor.
+    ///
+    /// # Errors
+    /// If it is not stored as integers, or a value does not fit.
+    fn read_integers(&self, tensor: usize) -> Result<Vec<i32>, RunnerError>;
+}
+
+/// Opens a GGUF file (any file of a split set) or a checkpoint folder.
+///
+/// # Errors
+/// If it cannot be read or its metadata describe no supported model.
+pub fn open_source(path: &Path) -> Result<Arc<dyn WeightSource>, RunnerError> {
+    Ok(if path.is_dir() { Arc::new(CheckpointSource::open(path)?) } else { Arc::new(GgufSource::open(path)?) })
+}
+
+/// Compares a tensor with what the hyper-parameters imply.
+///
+/// Both sides may fold dimensions of one away: `[1, n]` and `[n]` are the same vector.
+pub(crate) fn check_shape(
+    source: &dyn WeightSource,
+    name: &str,
+    found: &FoundTensor,
+    expected: &[u64],
+) -> Result<(), RunnerError> {
+    let plain = |shape: &[u64]| shape.iter().copied().filter(|&n| n != 1).collect::<Vec<_>>();
+    if plain(&found.shape) == plain(expected) {
+        return Ok(());
+    }
+    Err(RunnerError::WrongShape {
+        path: source.path().to_owned(),
+        tensor: name.to_owned(),
+        found: found.shape.clone(),
+        expected: expected.to_vec(),
+    })
+}
