@@ -248,7 +248,9 @@ impl Array {
             Self::String(v) => {
                 out.extend(8_u32.to_le_bytes());
                 out.extend((v.len() as u64).to_le_bytes());
-                v.iter().for_each(|text| write_string(text, out));
+                for text in v {
+                    write_string(text, out);
+                }
             }
             Self::U64(v) => numbers(10, v, u64::to_le_bytes, out),
             Self::I64(v) => numbers(11, v, i64::to_le_bytes, out),
