@@ -14,3 +14,4 @@ pub mod plan;
 pub mod progress;
 pub mod quantize;
 pub mod simd;
+pub mod synth;

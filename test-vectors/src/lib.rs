@@ -69,3 +69,13 @@ pub fn golden_arrays(path: &Path) -> BTreeMap<String, GoldenArray> {
         .map(|(name, view)| (name, GoldenArray { shape: view.shape().to_vec(), bytes: view.data().to_vec() }))
         .collect()
 }
+
+/// Lower-case hexadecimal digits of bytes.
+pub fn hex(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    bytes
+        .iter()
+        .flat_map(|byte| [byte >> 4, byte & 15])
+        .map(|digit| char::from(DIGITS[digit as usize]))
+        .collect()
+}
