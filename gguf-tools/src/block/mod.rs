@@ -1,10 +1,25 @@
 //! Block formats: how a row of weights lies in bytes.
 //!
-//! One file a format, one table ([`registry`]) that everything else asks: id, name, values and
+//! One file a format, one table (behind [`BlockType`]) that everything else asks: id, name, values and
 //! bytes per block, and what can be computed with it. A format that is only sized (not computed)
 //! still works in every command that copies or lists tensors.
 
+mod affine;
+mod exact;
+mod float;
+mod iq4_nl;
+mod layout;
+mod mxfp4;
+mod nvfp4;
+mod q2_k;
+mod q3_k;
+mod q4_0;
+mod q4_k;
+mod q6_k;
+mod q8_0;
 mod registry;
+mod super_block;
+mod symmetric;
 
 pub use registry::{BlockType, UnknownBlockType};
 

@@ -3,7 +3,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use super::BlockFormat;
+use super::{BlockFormat, float, iq4_nl, mxfp4, nvfp4, q2_k, q3_k, q4_0, q4_k, q6_k, q8_0};
 
 macro_rules! registry {
     ($( $variant:ident = $id:literal, $name:literal, $values:literal values in $bytes:literal bytes $(, $format:expr)?; )*) => {
@@ -35,39 +35,39 @@ macro_rules! registry {
 }
 
 registry! {
-    F32 = 0, "F32", 1 values in 4 bytes;
-    F16 = 1, "F16", 1 values in 2 bytes;
-    Q4_0 = 2, "Q4_0", 32 values in 18 bytes;
-    Q4_1 = 3, "Q4_1", 32 values in 20 bytes;
-    Q5_0 = 6, "Q5_0", 32 values in 22 bytes;
-    Q5_1 = 7, "Q5_1", 32 values in 24 bytes;
-    Q8_0 = 8, "Q8_0", 32 values in 34 bytes;
+    F32 = 0, "F32", 1 values in 4 bytes, &float::F32;
+    F16 = 1, "F16", 1 values in 2 bytes, &float::F16;
+    Q4_0 = 2, "Q4_0", 32 values in 18 bytes, &q4_0::Q4_0;
+    Q4_1 = 3, "Q4_1", 32 values in 20 bytes, &q4_0::Q4_1;
+    Q5_0 = 6, "Q5_0", 32 values in 22 bytes, &q4_0::Q5_0;
+    Q5_1 = 7, "Q5_1", 32 values in 24 bytes, &q4_0::Q5_1;
+    Q8_0 = 8, "Q8_0", 32 values in 34 bytes, &q8_0::Q8_0;
     Q8_1 = 9, "Q8_1", 32 values in 36 bytes;
-    Q2K = 10, "Q2_K", 256 values in 84 bytes;
-    Q3K = 11, "Q3_K", 256 values in 110 bytes;
-    Q4K = 12, "Q4_K", 256 values in 144 bytes;
-    Q5K = 13, "Q5_K", 256 values in 176 bytes;
-    Q6K = 14, "Q6_K", 256 values in 210 bytes;
+    Q2K = 10, "Q2_K", 256 values in 84 bytes, &q2_k::Q2_K;
+    Q3K = 11, "Q3_K", 256 values in 110 bytes, &q3_k::Q3_K;
+    Q4K = 12, "Q4_K", 256 values in 144 bytes, &q4_k::Q4_K;
+    Q5K = 13, "Q5_K", 256 values in 176 bytes, &q4_k::Q5_K;
+    Q6K = 14, "Q6_K", 256 values in 210 bytes, &q6_k::Q6_K;
     Q8K = 15, "Q8_K", 256 values in 292 bytes;
     Iq2Xxs = 16, "IQ2_XXS", 256 values in 66 bytes;
     Iq2Xs = 17, "IQ2_XS", 256 values in 74 bytes;
     Iq3Xxs = 18, "IQ3_XXS", 256 values in 98 bytes;
     Iq1S = 19, "IQ1_S", 256 values in 50 bytes;
-    Iq4Nl = 20, "IQ4_NL", 32 values in 18 bytes;
+    Iq4Nl = 20, "IQ4_NL", 32 values in 18 bytes, &iq4_nl::IQ4_NL;
     Iq3S = 21, "IQ3_S", 256 values in 110 bytes;
     Iq2S = 22, "IQ2_S", 256 values in 82 bytes;
-    Iq4Xs = 23, "IQ4_XS", 256 values in 136 bytes;
+    Iq4Xs = 23, "IQ4_XS", 256 values in 136 bytes, &iq4_nl::IQ4_XS;
     I8 = 24, "I8", 1 values in 1 bytes;
     I16 = 25, "I16", 1 values in 2 bytes;
     I32 = 26, "I32", 1 values in 4 bytes;
     I64 = 27, "I64", 1 values in 8 bytes;
     F64 = 28, "F64", 1 values in 8 bytes;
     Iq1M = 29, "IQ1_M", 256 values in 56 bytes;
-    Bf16 = 30, "BF16", 1 values in 2 bytes;
+    Bf16 = 30, "BF16", 1 values in 2 bytes, &float::Bf16;
     Tq1_0 = 34, "TQ1_0", 256 values in 54 bytes;
     Tq2_0 = 35, "TQ2_0", 256 values in 66 bytes;
-    Mxfp4 = 39, "MXFP4", 32 values in 17 bytes;
-    Nvfp4 = 40, "NVFP4", 64 values in 36 bytes;
+    Mxfp4 = 39, "MXFP4", 32 values in 17 bytes, &mxfp4::MXFP4;
+    Nvfp4 = 40, "NVFP4", 64 values in 36 bytes, &nvfp4::NVFP4;
 }
 
 impl BlockType {

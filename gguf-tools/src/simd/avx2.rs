@@ -7,7 +7,7 @@
 use std::arch::x86_64::*;
 use std::ops::{Add, Div, Mul, Sub};
 
-use super::Lanes;
+use super::{Kernel, Lanes};
 
 /// Eight values in one AVX register. Use only inside functions compiled for AVX2, after [`super::Level::detect`].
 #[derive(Debug, Clone, Copy)]
@@ -26,6 +26,16 @@ macro_rules! lane_by_lane {
     )*};
 }
 lane_by_lane! { Add, add, _mm256_add_ps; Sub, sub, _mm256_sub_ps; Mul, mul, _mm256_mul_ps; Div, div, _mm256_div_ps; }
+
+/// Runs a kernel with AVX registers. The caller has found the machine to have AVX2 and F16C.
+pub(super) fn run<K: Kernel>(kernel: K) -> K::Output {
+    #[target_feature(enable = "avx2,f16c")]
+    fn compiled<K: Kernel>(kernel: K) -> K::Output {
+        kernel.run::<Avx2>()
+    }
+    // SAFETY: `Level::run` is the only caller and has asked the machine.
+    unsafe { compiled(kernel) }
+}
 
 impl Lanes for Avx2 {
     type Mask = __m256;
@@ -46,6 +56,21 @@ impl Lanes for Avx2 {
         let to = &mut to[..8];
         // SAFETY: as for the type; there is room for eight values.
         unsafe { _mm256_storeu_ps(to.as_mut_ptr(), self.0) }
+    }
+    #[inline(always)]
+    fn load_f16(from: &[u8]) -> Self {
+        let from = &from[..16];
+        // SAFETY: as for the type (F16C comes with the level); sixteen bytes are there.
+        Self(unsafe { _mm256_cvtph_ps(_mm_loadu_si128(from.as_ptr().cast())) })
+    }
+    #[inline(always)]
+    fn store_f16(self, to: &mut [u8]) {
+        let to = &mut to[..16];
+        // SAFETY: as for the type (F16C comes with the level); there is room for sixteen bytes.
+        unsafe {
+            let halves = _mm256_cvtps_ph::<_MM_FROUND_TO_NEAREST_INT>(self.0);
+            _mm_storeu_si128(to.as_mut_ptr().cast(), halves);
+        }
     }
     #[inline(always)]
     fn sqrt(self) -> Self {

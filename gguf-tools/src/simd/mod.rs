@@ -34,6 +34,27 @@ impl Level {
     }
 }
 
+/// Work that is written once over [`Lanes`] and run with any of them.
+pub trait Kernel {
+    /// What it yields.
+    type Output;
+
+    /// The work. Implementations are marked `#[inline(always)]`, and so is everything they call that matters:
+    /// that is what compiles it for the instruction set of `L`.
+    fn run<L: Lanes>(self) -> Self::Output;
+}
+
+impl Level {
+    /// Runs a kernel with this level's lanes; with scalar ones where the machine lacks the level.
+    pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
+        #[cfg(target_arch = "x86_64")]
+        if self == Self::Avx2 && Self::detect() == Self::Avx2 {
+            return avx2::run(kernel);
+        }
+        kernel.run::<Scalar>()
+    }
+}
+
 impl Default for Level {
     fn default() -> Self {
         Self::detect()
@@ -56,6 +77,10 @@ pub trait Lanes:
     fn load(from: &[f32]) -> Self;
     /// Writes the eight values to the start of `to`.
     fn store(self, to: &mut [f32]);
+    /// The eight half-precision values in the first 16 bytes of `from`, little-endian.
+    fn load_f16(from: &[u8]) -> Self;
+    /// Writes the values in half precision, rounded to nearest even, to the first 16 bytes of `to`.
+    fn store_f16(self, to: &mut [u8]);
     /// Correctly rounded square root.
     fn sqrt(self) -> Self;
     /// Absolute value.

@@ -3,6 +3,8 @@
 use std::array::from_fn;
 use std::ops::{Add, Div, Mul, Sub};
 
+use half::f16;
+
 use super::Lanes;
 
 /// Eight values, worked on one by one.
@@ -36,6 +38,16 @@ impl Lanes for Scalar {
     #[inline(always)]
     fn store(self, to: &mut [f32]) {
         to[..8].copy_from_slice(&self.0);
+    }
+    #[inline(always)]
+    fn load_f16(from: &[u8]) -> Self {
+        Self(from_fn(|i| f16::from_le_bytes([from[2 * i], from[2 * i + 1]]).to_f32()))
+    }
+    #[inline(always)]
+    fn store_f16(self, to: &mut [u8]) {
+        for i in 0..8 {
+            to[2 * i..2 * i + 2].copy_from_slice(&f16::from_f32(self.0[i]).to_le_bytes());
+        }
     }
     #[inline(always)]
     fn sqrt(self) -> Self {
