@@ -2,6 +2,8 @@
 //!
 //! Depends on none of them, so that every crate can use it in its tests.
 
+pub mod gguf;
+
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 

@@ -1,10 +1,14 @@
 //! Parsing the header: counts are never trusted before the bytes that back them are seen.
 
 use std::collections::HashSet;
-use std::path::{Path, PathBuf};
+use std::fmt;
+use std::path::Path;
 
+use super::regions::{self, tensor_bytes};
 use super::value::{ARRAY_TYPE, Array, Metadata, Value};
-use super::{ALIGNMENTS, DEFAULT_ALIGNMENT, GgufError, MAGIC, MAX_DIMENSIONS};
+use super::{
+    ALIGNMENTS, DEFAULT_ALIGNMENT, GgufError, MAGIC, MAX_DIMENSIONS, MAX_HEADER_BYTES, RegionProblem, magic,
+};
 use crate::block::BlockType;
 
 /// A parsed header.
@@ -40,90 +44,106 @@ pub struct HeaderTensor {
 /// Parses the header at the start of `bytes`, which may end anywhere after it. `path` is for messages.
 ///
 /// # Errors
-/// [`GgufError::NotGguf`] or [`GgufError::Header`], naming the field.
+/// [`GgufError::NotGguf`], [`GgufError::Header`] or [`GgufError::Regions`], naming the field.
 pub fn parse_header(bytes: &[u8], path: &Path) -> Result<Header, GgufError> {
-    check_magic(bytes, path)?;
-    let mut reader = Reader { bytes, at: MAGIC.len(), path, field: "version".to_owned() };
-    let version = reader.u32()?;
-    match version {
-        2 | 3 => {}
-        0x0200_0000 | 0x0300_0000 => {
-            return Err(reader.wrong("the file is big-endian; expected little-endian, convert it first"));
-        }
-        _ => return Err(reader.wrong(format!("found {version}, expected 2 or 3"))),
-    }
-    "number of tensors".clone_into(&mut reader.field);
-    // A tensor takes at least name length, rank, one dimension, type and offset.
-    let n_tensors = reader.count(8 + 4 + 4 + 8)?;
-    "number of metadata keys".clone_into(&mut reader.field);
-    let n_keys = reader.count(8 + 4 + 1)?;
+    let (header, problems) = parse_collecting(bytes, path)?;
+    if problems.is_empty() { Ok(header) } else { Err(GgufError::Regions { path: path.to_owned(), problems }) }
+}
+
+/// Like [`parse_header`], but hands back wrong places of tensors beside the header.
+pub(super) fn parse_collecting(bytes: &[u8], path: &Path) -> Result<(Header, Vec<RegionProblem>), GgufError> {
+    magic::check(bytes, path)?;
+    let mut reader = Reader {
+        bytes: &bytes[..bytes.len().min(MAX_HEADER_BYTES)],
+        cut_at_limit: bytes.len() > MAX_HEADER_BYTES,
+        at: MAGIC.len(),
+        path,
+        field: Field::Part("version"),
+    };
+    let version = reader.version()?;
+    reader.field = Field::Part("number of tensors");
+    let n_tensors = reader.count(LEAST_TENSOR_BYTES)?;
+    reader.field = Field::Part("number of metadata keys");
+    let n_keys = reader.count(LEAST_KEY_BYTES)?;
     let metadata = reader.metadata(n_keys)?;
-    let alignment = alignment(&metadata).map_err(|problem| GgufError::Header {
-        path: path.to_owned(),
-        field: "key `general.alignment`".to_owned(),
-        problem,
-    })?;
+    let alignment = reader.alignment(&metadata)?;
     let tensors = reader.tensors(n_tensors)?;
     let data_offset_bytes = (reader.at as u64).next_multiple_of(u64::from(alignment));
     let header = Header { version, metadata, tensors, alignment, data_offset_bytes };
-    check_regions(&header, path)?;
-    Ok(header)
+    let problems = regions::check(&header);
+    Ok((header, problems))
 }
 
-fn check_magic(bytes: &[u8], path: &Path) -> Result<(), GgufError> {
-    let Some(start) = bytes.get(..MAGIC.len()) else {
-        let found = format!("it has {} bytes; the download or copy is incomplete", bytes.len());
-        return Err(GgufError::NotGguf { path: path.to_owned(), found });
-    };
-    if start == MAGIC {
-        return Ok(());
-    }
-    let text = String::from_utf8_lossy(&bytes[..bytes.len().min(64)]).to_lowercase();
-    let found = if text.trim_start().starts_with("<!doctype") || text.trim_start().starts_with("<html") {
-        "it is a web page; use the address of the file itself".to_owned()
-    } else if text.starts_with("version https://git-lfs") {
-        "it is a Git LFS pointer; fetch the file it points to (`git lfs pull`)".to_owned()
-    } else if bytes.iter().take(32).all(|&b| b == 0) {
-        "it begins with zeros, as a file whose writer was interrupted; make or download it again".to_owned()
-    } else if bytes.get(8) == Some(&b'{') {
-        "it looks like a safetensors file; give its folder with --hf".to_owned()
-    } else {
-        format!("it begins with bytes {start:02x?}, expected {MAGIC:02x?} (\"GGUF\")")
-    };
-    Err(GgufError::NotGguf { path: path.to_owned(), found })
+/// Name length, rank, one dimension, type and offset.
+const LEAST_TENSOR_BYTES: u64 = 8 + 4 + 8 + 4 + 8;
+/// Key length, value type and one byte of value.
+const LEAST_KEY_BYTES: u64 = 8 + 4 + 1;
+
+const DAMAGED: &str = "the file is truncated or damaged; resume the download or copy it again";
+const WRITTEN_WRONGLY: &str = "the file was written wrongly or is damaged; make it again";
+const NEWER_OR_OTHER: &str = "take a file with types from this list, or a newer version of this program";
+
+/// What of the header is being read, for messages.
+#[derive(Clone, Copy)]
+enum Field<'a> {
+    Part(&'static str),
+    KeyNumber(usize, usize),
+    Key(&'a str),
+    TensorNumber(usize, usize),
+    Tensor(&'a str),
 }
 
-fn alignment(metadata: &Metadata) -> Result<u32, String> {
-    match metadata.get("general.alignment") {
-        None => Ok(DEFAULT_ALIGNMENT),
-        Some(&Value::U32(v)) if v.is_power_of_two() && ALIGNMENTS.contains(&v) => Ok(v),
-        Some(Value::U32(v)) => Err(format!(
-            "found {v}, expected a power of two from {} to {}",
-            ALIGNMENTS.start(),
-            ALIGNMENTS.end()
-        )),
-        Some(other) => Err(format!("found a value of type {}, expected u32", other.type_name())),
+impl fmt::Display for Field<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Part(name) => f.write_str(name),
+            Self::KeyNumber(number, n_keys) => write!(f, "metadata key {number} of {n_keys}"),
+            Self::Key(key) => write!(f, "key `{key}`"),
+            Self::TensorNumber(number, n_tensors) => write!(f, "tensor {number} of {n_tensors}"),
+            Self::Tensor(name) => write!(f, "tensor `{name}`"),
+        }
     }
 }
 
 struct Reader<'a> {
+    /// What may hold the header.
     bytes: &'a [u8],
+    /// Whether the file goes on behind `bytes`.
+    cut_at_limit: bool,
     at: usize,
     path: &'a Path,
-    field: String,
+    field: Field<'a>,
 }
 
 impl<'a> Reader<'a> {
-    fn wrong(&self, problem: impl Into<String>) -> GgufError {
+    fn wrong(
+        &self,
+        found: impl Into<String>,
+        expected: impl Into<String>,
+        advice: &'static str,
+    ) -> GgufError {
         GgufError::Header {
-            path: PathBuf::from(self.path),
-            field: self.field.clone(),
-            problem: problem.into(),
+            path: self.path.to_owned(),
+            field: self.field.to_string(),
+            found: found.into(),
+            expected: expected.into(),
+            advice,
         }
     }
 
     fn left(&self) -> usize {
         self.bytes.len() - self.at
+    }
+
+    /// The error of something that needs more bytes than are left.
+    fn too_long(&self, what: String) -> GgufError {
+        let (left, at) = (self.left(), self.at);
+        let expected = if self.cut_at_limit {
+            format!("at most the {left} bytes up to {MAX_HEADER_BYTES}, the most that a header may take")
+        } else {
+            format!("at most the {left} bytes that are left at byte {at}")
+        };
+        self.wrong(what, expected, DAMAGED)
     }
 
     fn take(&mut self, n: u64) -> Result<&'a [u8], GgufError> {
@@ -132,11 +152,7 @@ impl<'a> Reader<'a> {
                 self.at += n;
                 Ok(&self.bytes[self.at - n..self.at])
             }
-            None => Err(self.wrong(format!(
-                "needs {n} bytes at byte {}, {} are left; the file is truncated or damaged, download it again",
-                self.at,
-                self.left()
-            ))),
+            None => Err(self.too_long(format!("something that takes {n} bytes"))),
         }
     }
 
@@ -158,31 +174,63 @@ impl<'a> Reader<'a> {
         let n = self.u64()?;
         match n.checked_mul(least_bytes) {
             Some(needed) if needed <= self.left() as u64 => Ok(n as usize),
-            _ => Err(self.wrong(format!(
-                "found {n}, which needs more than the {} bytes that are left; the file is truncated or damaged",
-                self.left()
-            ))),
+            _ => Err(self.too_long(format!("a count of {n}"))),
         }
     }
 
     fn string(&mut self) -> Result<&'a str, GgufError> {
         let n = self.u64()?;
+        let start = self.at;
         let bytes = self.take(n)?;
-        std::str::from_utf8(bytes).map_err(|e| self.wrong(format!("holds text that is not UTF-8 ({e})")))
+        std::str::from_utf8(bytes).map_err(|error| {
+            let place = start + error.valid_up_to();
+            self.wrong(format!("bytes at byte {place} that are not UTF-8"), "text in UTF-8", WRITTEN_WRONGLY)
+        })
+    }
+
+    fn version(&mut self) -> Result<u32, GgufError> {
+        const EXPECTED: &str = "2 or 3";
+        match self.u32()? {
+            version @ (2 | 3) => Ok(version),
+            1 => Err(self.wrong(
+                "1, whose counts have another size",
+                EXPECTED,
+                "convert the model again from its checkpoint",
+            )),
+            swapped @ (0x0100_0000 | 0x0200_0000 | 0x0300_0000) => Err(self.wrong(
+                format!("{} in big-endian order", swapped.swap_bytes()),
+                format!("{EXPECTED} in little-endian order"),
+                "convert the file to little-endian, for example with gguf_convert_endian",
+            )),
+            other => Err(self.wrong(other.to_string(), EXPECTED, "use a newer version of this program")),
+        }
+    }
+
+    fn alignment(&mut self, metadata: &Metadata) -> Result<u32, GgufError> {
+        const KEY: &str = "general.alignment";
+        let found = match metadata.get(KEY) {
+            None => return Ok(DEFAULT_ALIGNMENT),
+            Some(&Value::U32(v)) if v.is_power_of_two() && ALIGNMENTS.contains(&v) => return Ok(v),
+            Some(Value::U32(v)) => v.to_string(),
+            Some(other) => format!("a value of type {}", other.type_name()),
+        };
+        self.field = Field::Key(KEY);
+        let (from, to) = (ALIGNMENTS.start(), ALIGNMENTS.end());
+        Err(self.wrong(found, format!("a u32 that is a power of two from {from} to {to}"), WRITTEN_WRONGLY))
     }
 
     fn metadata(&mut self, n_keys: usize) -> Result<Metadata, GgufError> {
         let mut metadata = Metadata::default();
         for i in 0..n_keys {
-            self.field = format!("metadata key {} of {n_keys}", i + 1);
+            self.field = Field::KeyNumber(i + 1, n_keys);
             let key = self.string()?;
             if key.is_empty() {
-                return Err(self.wrong("the key is empty"));
+                return Err(self.wrong("an empty key", "a name", WRITTEN_WRONGLY));
             }
+            self.field = Field::Key(key);
             if metadata.get(key).is_some() {
-                return Err(self.wrong(format!("key `{key}` occurs twice")));
+                return Err(self.wrong("the key a second time", "each key once", WRITTEN_WRONGLY));
             }
-            self.field = format!("key `{key}`");
             let value = self.value()?;
             metadata.set(key, value);
         }
@@ -208,7 +256,7 @@ impl<'a> Reader<'a> {
             10 => Value::U64(self.u64()?),
             11 => Value::I64(i64::from_le_bytes(self.number()?)),
             12 => Value::F64(f64::from_le_bytes(self.number()?)),
-            _ => return Err(self.wrong(format!("found value type {id}, expected 0 to 12"))),
+            _ => return Err(self.wrong(format!("value type {id}"), "0 to 12", WRITTEN_WRONGLY)),
         })
     }
 
@@ -216,7 +264,7 @@ impl<'a> Reader<'a> {
         match byte {
             0 => Ok(false),
             1 => Ok(true),
-            _ => Err(self.wrong(format!("found byte {byte} as a truth value, expected 0 or 1"))),
+            _ => Err(self.wrong(format!("byte {byte} as a truth value"), "0 or 1", WRITTEN_WRONGLY)),
         }
     }
 
@@ -244,26 +292,30 @@ impl<'a> Reader<'a> {
                 let n = self.count(8)?;
                 Array::String((0..n).map(|_| self.string().map(str::to_owned)).collect::<Result<_, _>>()?)
             }
-            ARRAY_TYPE => return Err(self.wrong("holds an array of arrays, which no runtime reads")),
+            ARRAY_TYPE => {
+                let found = "an array of arrays, which no runtime reads";
+                return Err(self.wrong(found, "an array of numbers or texts", WRITTEN_WRONGLY));
+            }
             10 => Array::U64(self.numbers(u64::from_le_bytes)?),
             11 => Array::I64(self.numbers(i64::from_le_bytes)?),
             12 => Array::F64(self.numbers(f64::from_le_bytes)?),
-            _ => return Err(self.wrong(format!("found element type {id}, expected 0 to 12"))),
+            _ => return Err(self.wrong(format!("element type {id}"), "0 to 12", WRITTEN_WRONGLY)),
         })
     }
 
     fn tensors(&mut self, n_tensors: usize) -> Result<Vec<HeaderTensor>, GgufError> {
-        let mut tensors = Vec::with_capacity(n_tensors);
-        let mut names = HashSet::with_capacity(n_tensors);
+        // Grown as entries are seen: the count alone must not decide how much memory is taken.
+        let mut tensors = Vec::new();
+        let mut names = HashSet::new();
         for i in 0..n_tensors {
-            self.field = format!("tensor {} of {n_tensors}", i + 1);
+            self.field = Field::TensorNumber(i + 1, n_tensors);
             let name = self.string()?;
-            self.field = format!("tensor `{name}`");
             if name.is_empty() {
-                return Err(self.wrong("the name is empty"));
+                return Err(self.wrong("an empty name", "a name", WRITTEN_WRONGLY));
             }
+            self.field = Field::Tensor(name);
             if !names.insert(name) {
-                return Err(self.wrong("the name occurs twice"));
+                return Err(self.wrong("the name a second time", "each name once", WRITTEN_WRONGLY));
             }
             tensors.push(self.tensor(name)?);
         }
@@ -273,75 +325,27 @@ impl<'a> Reader<'a> {
     fn tensor(&mut self, name: &str) -> Result<HeaderTensor, GgufError> {
         let rank = self.u32()?;
         if !(1..=MAX_DIMENSIONS).contains(&rank) {
-            return Err(self.wrong(format!("found {rank} dimensions, expected 1 to {MAX_DIMENSIONS}")));
+            let found = format!("{rank} dimensions");
+            return Err(self.wrong(found, format!("1 to {MAX_DIMENSIONS}"), WRITTEN_WRONGLY));
         }
         let mut shape = (0..rank).map(|_| self.u64()).collect::<Result<Vec<_>, _>>()?;
         shape.reverse();
         let id = self.u32()?;
         let offset_bytes = self.u64()?;
-        let block_type = BlockType::from_id(id).ok_or_else(|| self.wrong(unknown_type(id)))?;
-        let n_bytes = tensor_bytes(block_type, &shape).map_err(|problem| self.wrong(problem))?;
+        let block_type = BlockType::from_id(id).ok_or_else(|| self.unknown_type(id))?;
+        let n_bytes = tensor_bytes(block_type, &shape)
+            .map_err(|(found, expected)| self.wrong(found, expected, WRITTEN_WRONGLY))?;
         Ok(HeaderTensor { name: name.to_owned(), block_type, shape, offset_bytes, n_bytes })
     }
-}
 
-fn unknown_type(id: u32) -> String {
-    let known: Vec<_> = BlockType::all().map(|t| format!("{} {t}", t.id())).collect();
-    let hint = if id == 42 { " (some private files use 42 for raw FP8, others for Q2_0)" } else { "" };
-    format!("found type number {id}{hint}, expected one of {}", known.join(", "))
-}
-
-/// Bytes of a tensor by type and shape (outermost first), or what is wrong with them.
-pub(super) fn tensor_bytes(block_type: BlockType, shape: &[u64]) -> Result<u64, String> {
-    if shape.contains(&0) {
-        return Err(format!("found shape {shape:?}, expected no dimension of 0"));
+    fn unknown_type(&self, id: u32) -> GgufError {
+        let known: Vec<_> = BlockType::all().map(|t| format!("{} {t}", t.id())).collect();
+        let meaning = match id {
+            4 | 5 | 31..=33 | 36..=38 => " (removed from ggml)",
+            42 => " (raw FP8 in some private files, Q2_0 in ggml; both are refused)",
+            _ => "",
+        };
+        let found = format!("type number {id}{meaning}");
+        self.wrong(found, format!("one of {}", known.join(", ")), NEWER_OR_OTHER)
     }
-    let columns = shape.last().copied().unwrap_or(1);
-    let row_bytes = block_type.row_bytes(columns).ok_or_else(|| {
-        let values = block_type.values_per_block();
-        format!("rows of {columns} values are no whole number of {block_type} blocks of {values}")
-    })?;
-    let rows = &shape[..shape.len().saturating_sub(1)];
-    rows.iter()
-        .try_fold(row_bytes, |bytes, &n| bytes.checked_mul(n))
-        // Offsets and sums of sizes must stay representable too.
-        .filter(|&bytes| i64::try_from(bytes).is_ok())
-        .ok_or_else(|| {
-            format!("the size of shape {shape:?} in {block_type} is not representable; the file is damaged")
-        })
-}
-
-/// Every tensor must have the room that its type and shape need before the next one begins.
-fn check_regions(header: &Header, path: &Path) -> Result<(), GgufError> {
-    let mut by_offset: Vec<&HeaderTensor> = header.tensors.iter().collect();
-    by_offset.sort_by_key(|t| t.offset_bytes);
-    let mut problems = Vec::new();
-    for (i, tensor) in by_offset.iter().enumerate() {
-        if !tensor.offset_bytes.is_multiple_of(u64::from(header.alignment)) {
-            problems.push(format!(
-                "tensor `{}`: offset {} is no multiple of the alignment {}",
-                tensor.name, tensor.offset_bytes, header.alignment
-            ));
-        }
-        if tensor
-            .offset_bytes
-            .checked_add(tensor.n_bytes)
-            .and_then(|end| end.checked_add(header.data_offset_bytes))
-            .is_none()
-        {
-            problems.push(format!(
-                "tensor `{}`: offset {} is not representable",
-                tensor.name, tensor.offset_bytes
-            ));
-        } else if let Some(next) = by_offset.get(i + 1) {
-            let room = next.offset_bytes - tensor.offset_bytes;
-            if room < tensor.n_bytes {
-                problems.push(format!(
-                    "tensor `{}`: {} of shape {:?} needs {} bytes, only {room} are reserved before `{}`; the file was written wrongly",
-                    tensor.name, tensor.block_type, tensor.shape, tensor.n_bytes, next.name
-                ));
-            }
-        }
-    }
-    if problems.is_empty() { Ok(()) } else { Err(GgufError::Regions { path: path.to_owned(), problems }) }
 }

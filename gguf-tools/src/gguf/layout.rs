@@ -2,9 +2,9 @@
 
 use std::collections::HashSet;
 
-use super::header::tensor_bytes;
+use super::regions::tensor_bytes;
 use super::value::write_string;
-use super::{ALIGNMENTS, DEFAULT_ALIGNMENT, GgufError, MAGIC, MAX_DIMENSIONS, Metadata};
+use super::{ALIGNMENTS, DEFAULT_ALIGNMENT, GgufError, MAGIC, MAX_DIMENSIONS, MAX_HEADER_BYTES, Metadata};
 use crate::block::BlockType;
 
 /// A tensor that a file is to hold.
@@ -46,39 +46,27 @@ pub struct Layout {
 impl Layout {
     /// Places the tensors in order, each at the next multiple of `alignment`.
     ///
-    /// `general.alignment` is set in the metadata where it differs from the default of 32, and removed otherwise.
+    /// `general.alignment` is written where it differs from the default of 32, and where the metadata has it already.
     ///
     /// # Errors
-    /// [`GgufError::Layout`] for a bad alignment, a name that is empty, double or too long for llama.cpp, a
-    /// rank above 4, rows that the type does not divide, or sizes that are not representable.
+    /// [`GgufError::Layout`] for a bad alignment, an empty key, a name that is empty, double or too long for
+    /// llama.cpp, a rank above 4, rows that the type does not divide, and sizes that no reader would take.
     pub fn new(mut metadata: Metadata, tensors: Vec<NewTensor>, alignment: u32) -> Result<Self, GgufError> {
-        let wrong = |field: String, problem: String| GgufError::Layout { field, problem };
-        if !alignment.is_power_of_two() || !ALIGNMENTS.contains(&alignment) {
-            let (from, to) = (ALIGNMENTS.start(), ALIGNMENTS.end());
-            let problem = format!("found {alignment}, expected a power of two from {from} to {to}");
-            return Err(wrong("alignment".to_owned(), problem));
-        }
-        if alignment == DEFAULT_ALIGNMENT {
-            metadata.remove("general.alignment");
-        } else {
+        check_alignment(alignment)?;
+        if alignment != DEFAULT_ALIGNMENT || metadata.get("general.alignment").is_some() {
             metadata.set("general.alignment", alignment);
         }
-        let mut names = HashSet::new();
+        if metadata.get("").is_some() {
+            return Err(wrong("metadata", "an empty key", "a name"));
+        }
+        let mut names = HashSet::with_capacity(tensors.len());
         let mut placed: Vec<PlacedTensor> = Vec::with_capacity(tensors.len());
         let mut end = 0_u64;
         for tensor in &tensors {
-            let wrong = |problem: String| wrong(format!("tensor `{}`", tensor.name), problem);
-            if tensor.name.is_empty() || tensor.name.len() >= 64 {
-                return Err(wrong(format!("the name has {} bytes, expected 1 to 63", tensor.name.len())));
-            }
+            let n_bytes = check_tensor(tensor)?;
             if !names.insert(tensor.name.as_str()) {
-                return Err(wrong("the name occurs twice".to_owned()));
+                return Err(wrong_tensor(tensor, "the name a second time", "each name once"));
             }
-            if tensor.shape.is_empty() || tensor.shape.len() > MAX_DIMENSIONS as usize {
-                let rank = tensor.shape.len();
-                return Err(wrong(format!("found {rank} dimensions, expected 1 to {MAX_DIMENSIONS}")));
-            }
-            let n_bytes = tensor_bytes(tensor.block_type, &tensor.shape).map_err(wrong)?;
             placed.push(PlacedTensor {
                 name: tensor.name.clone(),
                 block_type: tensor.block_type,
@@ -89,10 +77,16 @@ impl Layout {
             end = end
                 .checked_add(n_bytes)
                 .and_then(|end| end.checked_next_multiple_of(u64::from(alignment)))
-                .filter(|&end| i64::try_from(end).is_ok())
-                .ok_or_else(|| wrong("the file would be larger than any file system holds".to_owned()))?;
+                .filter(|&end| end < MAX_DATA_BYTES)
+                .ok_or_else(|| {
+                    wrong_tensor(tensor, "an end past what file systems hold", "a file below 2^62 bytes")
+                })?;
         }
         let header = header(&metadata, &placed, alignment);
+        if header.len() > MAX_HEADER_BYTES {
+            let found = format!("{} bytes", header.len());
+            return Err(wrong("header", found, format!("at most {MAX_HEADER_BYTES}")));
+        }
         let data_offset_bytes = header.len() as u64;
         for tensor in &mut placed {
             tensor.offset_bytes += data_offset_bytes;
@@ -129,6 +123,41 @@ impl Layout {
     pub fn file_bytes(&self) -> u64 {
         self.file_bytes
     }
+}
+
+/// Bound on the data section, so that every offset in a file stays representable.
+const MAX_DATA_BYTES: u64 = 1 << 62;
+/// llama.cpp's bound on a tensor's name, its closing zero included.
+const MAX_NAME_BYTES: usize = 64;
+
+fn wrong(field: impl Into<String>, found: impl Into<String>, expected: impl Into<String>) -> GgufError {
+    GgufError::Layout { field: field.into(), found: found.into(), expected: expected.into() }
+}
+
+fn wrong_tensor(tensor: &NewTensor, found: impl Into<String>, expected: impl Into<String>) -> GgufError {
+    wrong(format!("tensor `{}`", tensor.name), found, expected)
+}
+
+fn check_alignment(alignment: u32) -> Result<(), GgufError> {
+    if alignment.is_power_of_two() && ALIGNMENTS.contains(&alignment) {
+        return Ok(());
+    }
+    let (from, to) = (ALIGNMENTS.start(), ALIGNMENTS.end());
+    Err(wrong("alignment", alignment.to_string(), format!("a power of two from {from} to {to}")))
+}
+
+/// Checks a tensor by itself and gives the size of its data.
+fn check_tensor(tensor: &NewTensor) -> Result<u64, GgufError> {
+    let (name_bytes, rank) = (tensor.name.len(), tensor.shape.len());
+    if !(1..MAX_NAME_BYTES).contains(&name_bytes) {
+        let expected = format!("1 to {}", MAX_NAME_BYTES - 1);
+        return Err(wrong_tensor(tensor, format!("a name of {name_bytes} bytes"), expected));
+    }
+    if !(1..=MAX_DIMENSIONS as usize).contains(&rank) {
+        return Err(wrong_tensor(tensor, format!("{rank} dimensions"), format!("1 to {MAX_DIMENSIONS}")));
+    }
+    tensor_bytes(tensor.block_type, &tensor.shape)
+        .map_err(|(found, expected)| wrong_tensor(tensor, found, expected))
 }
 
 /// The header's bytes; offsets of `tensors` still count from the data section.

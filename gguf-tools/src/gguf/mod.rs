@@ -6,12 +6,14 @@
 mod error;
 mod header;
 mod layout;
+mod magic;
 mod map;
 mod read;
+mod regions;
 mod split;
 mod value;
 
-pub use error::GgufError;
+pub use error::{GgufError, RegionProblem};
 pub use header::{Header, HeaderTensor, parse_header};
 pub use layout::{Layout, NewTensor, PlacedTensor};
 pub use read::{Gguf, ShardInfo, TensorInfo};
@@ -29,3 +31,7 @@ pub const ALIGNMENTS: std::ops::RangeInclusive<u32> = 8..=65536;
 
 /// Most dimensions that a tensor may have.
 pub const MAX_DIMENSIONS: u32 = 4;
+
+/// Longest header that is read. Real ones take 5 to 20 MB; the bound keeps the memory that a hostile header can make
+/// a reader take to a small multiple of it, however large the file is.
+pub const MAX_HEADER_BYTES: usize = 256 << 20;

@@ -6,8 +6,9 @@ use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
 
+use super::header::parse_collecting;
 use super::split::{SplitPlace, shard_paths};
-use super::{GgufError, Header, Metadata, parse_header};
+use super::{GgufError, Header, Metadata, RegionProblem};
 use crate::block::BlockType;
 
 /// A GGUF file, or all shards of a split one.
@@ -51,7 +52,23 @@ pub struct ShardInfo {
     pub tensors: Range<usize>,
     /// Version of its container.
     pub version: u32,
+    /// Alignment of its tensor data.
+    pub alignment: u32,
 }
+
+/// One opened file of a set.
+struct Shard {
+    path: PathBuf,
+    map: Option<Mmap>,
+    header: Header,
+    region_problems: Vec<RegionProblem>,
+}
+
+const FETCH_ALL: &str =
+    "put every shard of one set into one folder, under the names that they were published with";
+const SHARDS_DIFFER: &str = "the shards are of different sets or damaged; fetch the set again";
+/// Most absent shards that a message names.
+const MAX_NAMED: usize = 8;
 
 impl Gguf {
     /// Opens a file by its header. Any shard of a split set opens the set.
@@ -61,41 +78,30 @@ impl Gguf {
     /// # Errors
     /// [`GgufError`] naming file and field; for a set, also shards that are absent or do not belong together.
     pub fn open(path: impl AsRef<Path>) -> Result<Self, GgufError> {
-        let path = path.as_ref();
-        let (map, header) = open_shard(path)?;
-        let split = |problems: Vec<String>| GgufError::Split { path: path.to_owned(), problems };
-        let place = SplitPlace::of(&header.metadata).map_err(|problem| split(vec![problem]))?;
-        let Some(place) = place else {
-            return Self::assemble(vec![(path.to_owned(), map, header)], path, None);
-        };
-        let paths = shard_paths(path, place).map_err(|problem| split(vec![problem]))?;
-        let absent: Vec<_> = paths.iter().filter(|p| !p.exists()).map(|p| p.display().to_string()).collect();
-        if !absent.is_empty() {
-            return Err(split(vec![
-                format!(
-                    "this is shard {} of {}; {} more must lie beside it",
-                    place.shard_index + 1,
-                    place.n_shards,
-                    place.n_shards - 1
-                ),
-                format!("not found: {}", absent.join(", ")),
-            ]));
+        let mut shards = open_set(path.as_ref())?;
+        match shards.iter_mut().find(|shard| !shard.region_problems.is_empty()) {
+            Some(shard) => Err(GgufError::Regions {
+                path: shard.path.clone(),
+                problems: std::mem::take(&mut shard.region_problems),
+            }),
+            None => Self::assemble(shards, path.as_ref()),
         }
-        let mut given = Some((map, header));
-        let mut files = Vec::with_capacity(paths.len());
-        for (index, shard_path) in paths.into_iter().enumerate() {
-            let taken = if index == place.shard_index { given.take() } else { None };
-            let (map, header) = taken.map_or_else(|| open_shard(&shard_path), Ok)?;
-            files.push((shard_path, map, header));
-        }
-        Self::assemble(files, path, Some(place))
     }
 
-    fn assemble(
-        files: Vec<(PathBuf, Option<Mmap>, Header)>,
-        given: &Path,
-        place: Option<SplitPlace>,
-    ) -> Result<Self, GgufError> {
+    /// Like [`Gguf::open`], but hands back tensors with wrong places, for reports that are to name everything.
+    /// Their data must not be used.
+    ///
+    /// # Errors
+    /// As [`Gguf::open`].
+    pub fn open_collecting(path: impl AsRef<Path>) -> Result<(Self, Vec<RegionProblem>), GgufError> {
+        let mut shards = open_set(path.as_ref())?;
+        let problems =
+            shards.iter_mut().flat_map(|shard| std::mem::take(&mut shard.region_problems)).collect();
+        Ok((Self::assemble(shards, path.as_ref())?, problems))
+    }
+
+    fn assemble(shards: Vec<Shard>, given: &Path) -> Result<Self, GgufError> {
+        let place = place_of(&shards[0].header.metadata, given)?;
         let mut problems = Vec::new();
         let mut gguf = Self {
             metadata: Metadata::default(),
@@ -103,16 +109,23 @@ impl Gguf {
             by_name: HashMap::new(),
             shards: Vec::new(),
             maps: Vec::new(),
-            alignment: files.first().map_or(0, |(_, _, header)| header.alignment),
+            alignment: shards[0].header.alignment,
         };
-        for (shard_index, (path, map, header)) in files.into_iter().enumerate() {
+        for Shard { path, map, header, .. } in shards {
+            let shard_index = gguf.shards.len();
             if let Some(place) = place {
                 check_place(&header.metadata, place, shard_index, &path, &mut problems);
             }
             let first = gguf.tensors.len();
             for tensor in header.tensors {
-                if gguf.by_name.insert(tensor.name.clone(), gguf.tensors.len()).is_some() {
-                    problems.push(format!("tensor `{}` is in two shards", tensor.name));
+                if let Some(at) = gguf.by_name.insert(tensor.name.clone(), gguf.tensors.len()) {
+                    let other = gguf.shards.get(gguf.tensors[at].shard_index).map_or(&path, |s| &s.path);
+                    problems.push(format!(
+                        "tensor `{}` is in `{}` and in `{}`",
+                        tensor.name,
+                        other.display(),
+                        path.display()
+                    ));
                 }
                 gguf.tensors.push(TensorInfo {
                     name: tensor.name,
@@ -129,6 +142,7 @@ impl Gguf {
                 data_offset_bytes: header.data_offset_bytes,
                 tensors: first..gguf.tensors.len(),
                 version: header.version,
+                alignment: header.alignment,
             });
             gguf.maps.push(map);
             if shard_index == 0 {
@@ -145,7 +159,7 @@ impl Gguf {
         if problems.is_empty() {
             Ok(gguf)
         } else {
-            Err(GgufError::Split { path: given.to_owned(), problems })
+            Err(GgufError::Split { path: given.to_owned(), problems, advice: SHARDS_DIFFER })
         }
     }
 
@@ -208,10 +222,13 @@ impl Gguf {
     /// Whether offsets are the running sum of padded sizes in directory order, as llama.cpp demands.
     pub fn sequential_offsets(&self) -> bool {
         self.shards.iter().all(|shard| {
-            let mut expected = 0;
+            let mut expected = Some(0_u64);
             self.tensors[shard.tensors.clone()].iter().all(|tensor| {
-                let here = tensor.offset_bytes == expected;
-                expected += tensor.n_bytes.next_multiple_of(u64::from(self.alignment));
+                let here = expected == Some(tensor.offset_bytes);
+                expected = tensor
+                    .offset_bytes
+                    .checked_add(tensor.n_bytes)
+                    .and_then(|end| end.checked_next_multiple_of(u64::from(shard.alignment)));
                 here
             })
         })
@@ -223,10 +240,58 @@ impl Gguf {
     }
 }
 
-fn open_shard(path: &Path) -> Result<(Option<Mmap>, Header), GgufError> {
+/// Opens the file and, if it is a shard, its siblings; in the order of the set.
+fn open_set(path: &Path) -> Result<Vec<Shard>, GgufError> {
+    let shard = open_shard(path)?;
+    let Some(place) = place_of(&shard.header.metadata, path)? else { return Ok(vec![shard]) };
+    let split = |problem: String| GgufError::Split {
+        path: path.to_owned(),
+        problems: vec![problem],
+        advice: FETCH_ALL,
+    };
+    let paths = shard_paths(path, place).map_err(split)?;
+    let absent: Vec<&PathBuf> = paths.iter().filter(|p| !p.exists()).collect();
+    if !absent.is_empty() {
+        return Err(split(describe_absent(&absent, place)));
+    }
+    let mut given = Some(shard);
+    let open = |(index, path): (usize, PathBuf)| match given.take_if(|_| index == place.shard_index) {
+        Some(shard) => Ok(shard),
+        None => open_shard(&path),
+    };
+    paths.into_iter().enumerate().map(open).collect()
+}
+
+fn place_of(metadata: &Metadata, path: &Path) -> Result<Option<SplitPlace>, GgufError> {
+    SplitPlace::of(metadata).map_err(|problem| GgufError::Split {
+        path: path.to_owned(),
+        problems: vec![problem],
+        advice: SHARDS_DIFFER,
+    })
+}
+
+fn describe_absent(absent: &[&PathBuf], place: SplitPlace) -> String {
+    let named: Vec<_> = absent
+        .iter()
+        .take(MAX_NAMED)
+        .map(|path| format!("`{}`", path.file_name().unwrap_or_default().display()))
+        .collect();
+    let folder = absent[0].parent().filter(|folder| !folder.as_os_str().is_empty());
+    let more = absent.len() - named.len();
+    format!(
+        "this is shard {} of {}; not found in `{}`: {}{}",
+        place.shard_index + 1,
+        place.n_shards,
+        folder.unwrap_or(Path::new(".")).display(),
+        named.join(", "),
+        if more > 0 { format!(" and {more} more") } else { String::new() }
+    )
+}
+
+fn open_shard(path: &Path) -> Result<Shard, GgufError> {
     let map = super::map::map(path).map_err(|source| GgufError::Open { path: path.to_owned(), source })?;
-    let header = parse_header(map.as_deref().unwrap_or_default(), path)?;
-    Ok((map, header))
+    let (header, region_problems) = parse_collecting(map.as_deref().unwrap_or_default(), path)?;
+    Ok(Shard { path: path.to_owned(), map, header, region_problems })
 }
 
 fn check_place(
@@ -250,7 +315,7 @@ fn check_place(
             place.n_tensors
         )),
         Ok(None) => {
-            problems.push(format!("`{}` does not say that it is part of a split set", path.display()))
+            problems.push(format!("`{}` does not say that it is part of a split set", path.display()));
         }
         Err(problem) => problems.push(format!("`{}`: {problem}", path.display())),
     }

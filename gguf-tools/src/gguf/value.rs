@@ -179,6 +179,27 @@ impl Array {
         self.len() == 0
     }
 
+    /// Up to `n` elements from the start, as values.
+    pub fn elements(&self, n: usize) -> Vec<Value> {
+        fn first<T: Clone + Into<Value>>(values: &[T], n: usize) -> Vec<Value> {
+            values.iter().take(n).cloned().map(Into::into).collect()
+        }
+        match self {
+            Self::U8(v) => first(v, n),
+            Self::I8(v) => first(v, n),
+            Self::U16(v) => first(v, n),
+            Self::I16(v) => first(v, n),
+            Self::U32(v) => first(v, n),
+            Self::I32(v) => first(v, n),
+            Self::F32(v) => first(v, n),
+            Self::Bool(v) => first(v, n),
+            Self::String(v) => first(v, n),
+            Self::U64(v) => first(v, n),
+            Self::I64(v) => first(v, n),
+            Self::F64(v) => first(v, n),
+        }
+    }
+
     /// The elements as texts, if they are.
     pub fn as_strs(&self) -> Option<&[String]> {
         if let Self::String(texts) = self { Some(texts) } else { None }
@@ -248,7 +269,9 @@ impl Array {
             Self::String(v) => {
                 out.extend(8_u32.to_le_bytes());
                 out.extend((v.len() as u64).to_le_bytes());
-                v.iter().for_each(|text| write_string(text, out));
+                for text in v {
+                    write_string(text, out);
+                }
             }
             Self::U64(v) => numbers(10, v, u64::to_le_bytes, out),
             Self::I64(v) => numbers(11, v, i64::to_le_bytes, out),
