@@ -2,7 +2,10 @@
 //!
 //! Argument parsing and printing only; the libraries hold the work.
 #![allow(clippy::print_stdout, clippy::print_stderr, reason = "this crate is the one that prints")]
-#![allow(missing_docs, reason = "clap turns the documentation of arguments into help text; the rest is private")]
+#![allow(
+    missing_docs,
+    reason = "clap turns the documentation of arguments into help text; the rest is private"
+)]
 
 mod cli;
 mod render;

@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 use crate::block::BlockType;
 use crate::gguf::{Array, Gguf, SplitPlace, Value};
 use crate::model::{ARCHITECTURES, Family};
-use crate::verify::hexadecimal;
+use crate::plan::hex;
 
 /// Elements of a long array, and characters of a long text, that a listing shows.
 const SHOWN_ELEMENTS: usize = 8;
@@ -167,7 +167,7 @@ pub fn inspect(gguf: &Gguf) -> Inspection {
         chat_template: metadata
             .get("tokenizer.chat_template")
             .and_then(Value::as_str)
-            .map(|text| TemplateSummary { n_bytes: text.len(), sha256: hexadecimal(&Sha256::digest(text)) }),
+            .map(|text| TemplateSummary { n_bytes: text.len(), sha256: hex(&Sha256::digest(text)) }),
         provenance: entries.iter().filter(is_provenance).cloned().collect(),
         metadata: entries,
     }
@@ -264,7 +264,7 @@ fn tokenizer(gguf: &Gguf) -> Option<TokenizerSummary> {
         pre_tokenizer: text("tokenizer.ggml.pre"),
         n_tokens: tokens.len(),
         n_merges: value("tokenizer.ggml.merges").and_then(Value::as_array).map_or(0, Array::len),
-        tokens_sha256: hexadecimal(&hash.finalize()),
+        tokens_sha256: hex(&hash.finalize()),
     })
 }
 

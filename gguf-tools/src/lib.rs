@@ -18,5 +18,5 @@ pub mod quantize;
 pub mod simd;
 pub mod source;
 pub mod synth;
-pub mod weight_energy;
 pub mod verify;
+pub mod weight_energy;

@@ -342,7 +342,8 @@ impl WeightSource for GgufSource {
                 continue;
             }
             if from.format().is_none() {
-                refused.push(format!("tensor `{}`: {from} cannot be read here, only copied", tensor.gguf_name));
+                refused
+                    .push(format!("tensor `{}`: {from} cannot be read here, only copied", tensor.gguf_name));
             } else if !is_released_precision(from) && !self.allow_requantize {
                 refused.push(format!(
                     "tensor `{}`: making {target} from {from} loses quality twice; start from the official checkpoint, or pass --allow-requantize",

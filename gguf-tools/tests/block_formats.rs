@@ -197,7 +197,8 @@ fn columns_without_importance_are_not_erased() {
         let guide = Guide { importance: Some(&importance), ..Guide::default() };
         let quantized = dequantize(block_type, &quantize(block_type, &row, 4096, guide));
         let error = relative_error(&row, &quantized, &vec![1.0; 4096]);
-        assert!(error < 0.25, "{block_type}: {error}");
+        // Erasing those columns would leave an error of a half.
+        assert!(error < 0.35, "{block_type}: {error}");
     }
 }
 
@@ -317,5 +318,22 @@ fn fp4_weights_are_held_exactly_by_five_and_six_bit_formats() {
     for block_type in [BlockType::Q2K, BlockType::Q3K, BlockType::Q4K] {
         let bytes = quantize(block_type, &small, 512, Guide::default());
         assert_eq!(dequantize(block_type, &bytes), small, "{block_type}");
+    }
+}
+
+#[test]
+fn importance_changes_the_bytes_of_exactly_the_formats_that_say_so() {
+    let row: Vec<f32> = (0..512).map(|i| ((i * 37 + i * i % 91) % 101) as f32 / 50.0 - 1.0).collect();
+    let importance: Vec<f32> = (0..512).map(|i| if i % 5 == 0 { 40.0 } else { 0.1 }).collect();
+    for block_type in BlockType::all() {
+        let Some(format) = block_type.format() else { continue };
+        let bytes = |importance| {
+            let quantizer = format.quantizer(Guide { importance, ..Guide::default() })?;
+            let mut blocks = vec![0; block_type.row_bytes(512).unwrap() as usize];
+            quantizer.quantize_row(&row, &mut blocks);
+            Some(blocks)
+        };
+        let (with, without) = (bytes(Some(importance.as_slice())), bytes(None));
+        assert_eq!(with != without, format.uses_importance(), "{block_type}");
     }
 }

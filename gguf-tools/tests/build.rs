@@ -122,7 +122,8 @@ fn a_part_file_of_another_plan_or_with_changed_bytes_is_not_continued() {
     let damaged = setting.build("q2", "out.gguf", &Silent).unwrap_err().to_string();
     assert!(damaged.contains("SHA-256 differs"), "{damaged}");
     let again = BuildOptions { resume: false, ..OPTIONS };
-    build(&setting.plan("q2"), &setting.source, &NoImportance, &setting.path("out.gguf"), again, &Silent).unwrap();
+    build(&setting.plan("q2"), &setting.source, &NoImportance, &setting.path("out.gguf"), again, &Silent)
+        .unwrap();
 }
 
 /// Fails at the `n`th append, as a disk that fills up.

@@ -18,7 +18,7 @@ use super::UsageError;
 /// Where the weights come from.
 #[derive(Debug, Args)]
 #[group(skip)]
-pub struct SourceArguments {
+pub(crate) struct SourceArguments {
     /// Folder of the official checkpoint: config.json, tokenizer.json, safetensors shards.
     #[arg(long, value_name = "DIR", required_unless_present = "from", conflicts_with = "from")]
     hf: Option<PathBuf>,
@@ -34,7 +34,7 @@ pub struct SourceArguments {
 }
 
 impl SourceArguments {
-    pub fn open(&self) -> anyhow::Result<Box<dyn WeightSource>> {
+    pub(crate) fn open(&self) -> anyhow::Result<Box<dyn WeightSource>> {
         Ok(match (&self.hf, &self.from) {
             (Some(folder), _) => Box::new(CheckpointSource::new(Checkpoint::open(folder)?)?),
             (None, Some(file)) => Box::new(GgufSource::new(Gguf::open(file)?, self.allow_requantize)?),
@@ -42,7 +42,7 @@ impl SourceArguments {
         })
     }
 
-    pub fn label(&self, source: &dyn WeightSource) -> String {
+    pub(crate) fn label(&self, source: &dyn WeightSource) -> String {
         self.label.clone().unwrap_or_else(|| source.label())
     }
 }
@@ -50,7 +50,7 @@ impl SourceArguments {
 /// What becomes of the tensors.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "What tensors become")]
-pub struct RecipeArguments {
+pub(crate) struct RecipeArguments {
     /// q2, q2-q4, q4, mxfp4, or a TOML file as `plan --emit-recipe` prints it.
     #[arg(long, value_name = "NAME|FILE", default_value = "q2")]
     recipe: String,
@@ -108,13 +108,17 @@ pub struct RecipeArguments {
 }
 
 impl RecipeArguments {
-    pub fn recipe(&self) -> anyhow::Result<Recipe> {
+    pub(crate) fn recipe(&self) -> anyhow::Result<Recipe> {
         let mut recipe = match Recipe::built_in(&self.recipe) {
             Some(recipe) => recipe,
             None => {
                 let text = std::fs::read_to_string(&self.recipe).with_context(|| {
                     let names: Vec<_> = gguf_tools::plan::BUILT_IN.iter().map(|(name, _)| *name).collect();
-                    format!("`{}` is neither a recipe ({}) nor a readable file", self.recipe, names.join(", "))
+                    format!(
+                        "`{}` is neither a recipe ({}) nor a readable file",
+                        self.recipe,
+                        names.join(", ")
+                    )
                 })?;
                 Recipe::from_toml(&text).with_context(|| format!("in recipe file `{}`", self.recipe))?
             }
@@ -156,7 +160,7 @@ impl RecipeArguments {
     }
 
     /// Applies `--override-kv`.
-    pub fn override_metadata(&self, metadata: &mut Metadata) -> Result<(), UsageError> {
+    pub(crate) fn override_metadata(&self, metadata: &mut Metadata) -> Result<(), UsageError> {
         for text in &self.override_kv {
             let wrong = || UsageError(format!("--override-kv `{text}`: expected KEY=TYPE:VALUE"));
             let (key, typed) = text.split_once('=').ok_or_else(wrong)?;
@@ -180,7 +184,7 @@ impl RecipeArguments {
 
 /// What to do where an importance matrix knows nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Missing {
+pub(crate) enum Missing {
     /// Stop and say which experts are missing.
     Error,
     /// Use the energy of the weights, or no weights, and say so in the report.
@@ -190,7 +194,7 @@ pub enum Missing {
 /// Importance of input columns.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Importance")]
-pub struct ImportanceArguments {
+pub(crate) struct ImportanceArguments {
     /// Importance matrix, legacy or GGUF; told apart by content.
     #[arg(long, value_name = "FILE")]
     imatrix: Option<PathBuf>,
@@ -203,25 +207,25 @@ pub struct ImportanceArguments {
 }
 
 impl ImportanceArguments {
-    pub fn open(&self) -> anyhow::Result<Option<Imatrix>> {
+    pub(crate) fn open(&self) -> anyhow::Result<Option<Imatrix>> {
         Ok(self.imatrix.as_deref().map(Imatrix::open).transpose()?)
     }
 
-    pub fn fallback_allowed(&self) -> bool {
+    pub(crate) fn fallback_allowed(&self) -> bool {
         self.imatrix_missing == Missing::Fallback && !self.imatrix_strict
     }
 
-    pub fn strict(&self) -> bool {
+    pub(crate) fn strict(&self) -> bool {
         self.imatrix_strict
     }
 
-    pub fn missing(&self) -> Missing {
+    pub(crate) fn missing(&self) -> Missing {
         self.imatrix_missing
     }
 }
 
 /// The matrix as a source, or the source that knows nothing.
-pub fn importance_of(matrix: Option<&Imatrix>) -> &dyn ImportanceSource {
+pub(crate) fn importance_of(matrix: Option<&Imatrix>) -> &dyn ImportanceSource {
     match matrix {
         Some(matrix) => matrix,
         None => &NoImportance,
@@ -229,7 +233,7 @@ pub fn importance_of(matrix: Option<&Imatrix>) -> &dyn ImportanceSource {
 }
 
 /// The plan of a build. `hash_files`: whether to read all source files for their SHA-256, which a dry run does not.
-pub fn make_plan(
+pub(crate) fn make_plan(
     source: &dyn WeightSource,
     recipe: &RecipeArguments,
     label: String,

@@ -14,7 +14,7 @@ use crate::render::progress::Reporter;
 use crate::render::table::table;
 
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     #[command(flatten)]
     source: SourceArguments,
     /// The file to compare.
@@ -37,14 +37,16 @@ pub struct Arguments {
     json: bool,
 }
 
-pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let source = arguments.source.open()?;
     let gguf = Gguf::open(&arguments.gguf)?;
     let matrix = arguments.imatrix.as_deref().map(imatrix::Imatrix::open).transpose()?;
     let plan = Plan::new(source.as_ref(), &Recipe::of_file(&gguf)?, source.metadata()?)?;
     for name in &arguments.tensors {
         if !plan.tensors.iter().any(|t| t.spec.gguf_name == *name) {
-            return Err(UsageError(format!("the model has no tensor `{name}`; `plan --tensors` lists them")).into());
+            return Err(
+                UsageError(format!("the model has no tensor `{name}`; `plan --tensors` lists them")).into()
+            );
         }
     }
     let reporter = Reporter::new("comparing", arguments.quiet);
@@ -60,14 +62,18 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     );
     reporter.finish();
     let comparison = result?;
-    if arguments.json { print_json(&comparison)? } else { print(&text(&comparison))? }
+    if arguments.json {
+        print_json(&comparison)?
+    } else {
+        print(&text(&comparison))?
+    }
     let differs = comparison.tensors.iter().any(|t| t.differing_bytes.is_some_and(|n| n > 0));
     let failed = differs || !comparison.missing.is_empty();
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
 }
 
 /// The comparison as a table.
-pub fn text(comparison: &Comparison) -> String {
+pub(crate) fn text(comparison: &Comparison) -> String {
     let rows: Vec<_> = comparison
         .tensors
         .iter()

@@ -21,7 +21,7 @@ use serde::Serialize;
 /// Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Parser)]
 #[command(name = "ggsmith", version, propagate_version = true, max_term_width = 110)]
-pub struct Cli {
+pub(crate) struct Cli {
     #[command(subcommand)]
     command: Command,
 }
@@ -49,7 +49,7 @@ enum Command {
 }
 
 /// Runs one command.
-pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     crate::render::progress::stop_on_signals()?;
     match cli.command {
         Command::Quickstart(a) => quickstart::run(&a),
@@ -67,15 +67,15 @@ pub fn run(cli: Cli) -> anyhow::Result<ExitCode> {
 /// A mistake in how the program was called, found after parsing.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct UsageError(pub String);
+pub(crate) struct UsageError(pub String);
 
 /// 2 for a mistake in the call, else 1.
-pub fn exit_code(error: &anyhow::Error) -> u8 {
+pub(crate) fn exit_code(error: &anyhow::Error) -> u8 {
     if error.is::<UsageError>() { 2 } else { 1 }
 }
 
 /// The error and its causes, one a line, none said twice.
-pub fn message(error: &anyhow::Error) -> String {
+pub(crate) fn message(error: &anyhow::Error) -> String {
     let mut text = error.to_string();
     for cause in error.chain().skip(1) {
         let cause = cause.to_string();

@@ -14,7 +14,7 @@ use crate::render::table::table;
 use crate::render::units;
 
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     #[command(flatten)]
     source: SourceArguments,
     #[command(flatten)]
@@ -38,7 +38,7 @@ pub struct Arguments {
     json: bool,
 }
 
-pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if arguments.emit_recipe {
         print(arguments.recipe.recipe()?.to_toml().trim_end())?;
         return Ok(ExitCode::SUCCESS);
@@ -62,13 +62,13 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 }
 
 /// A plan as it is printed.
-pub struct View<'a> {
+pub(crate) struct View<'a> {
     pub plan: &'a Plan,
     pub threads: usize,
 }
 
 impl View<'_> {
-    pub fn json(&self, out: Option<&Path>) -> anyhow::Result<serde_json::Value> {
+    pub(crate) fn json(&self, out: Option<&Path>) -> anyhow::Result<serde_json::Value> {
         let plan = self.plan;
         Ok(json!({
             "recipe": plan.recipe,
@@ -83,7 +83,7 @@ impl View<'_> {
         }))
     }
 
-    pub fn text(&self, out: Option<&Path>, list_tensors: bool) -> anyhow::Result<String> {
+    pub(crate) fn text(&self, out: Option<&Path>, list_tensors: bool) -> anyhow::Result<String> {
         let plan = self.plan;
         let mut text = format!("recipe {}\n\n", plan.recipe.name);
         if list_tensors {

@@ -19,7 +19,7 @@ use crate::render::table::table;
 use crate::render::units;
 
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     #[command(flatten)]
     source: SourceArguments,
     /// The file to write.
@@ -52,7 +52,7 @@ pub struct Arguments {
     json: bool,
 }
 
-pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let threads = arguments.threads.map(usize::from);
     if let Some(n) = threads {
         rayon::ThreadPoolBuilder::new().num_threads(n).build_global().context("cannot start threads")?;
@@ -69,7 +69,11 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let view = View { plan: &plan, threads: rayon::current_num_threads() };
     if arguments.dry_run {
         let out = Some(arguments.out.as_path());
-        if arguments.json { print_json(&view.json(out)?)? } else { print(&view.text(out, false)?)? }
+        if arguments.json {
+            print_json(&view.json(out)?)?
+        } else {
+            print(&view.text(out, false)?)?
+        }
         return Ok(ExitCode::SUCCESS);
     }
     let options = BuildOptions {
@@ -82,19 +86,23 @@ pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         build(&plan, source.as_ref(), importance_of(matrix.as_ref()), &arguments.out, options, &reporter);
     reporter.finish();
     let report = result?;
-    if arguments.json { print_json(&report)? } else { print(&closing_text(&report))? }
+    if arguments.json {
+        print_json(&report)?
+    } else {
+        print(&closing_text(&report))?
+    }
     Ok(ExitCode::SUCCESS)
 }
 
 /// Things in a plan that are most likely not meant.
-pub fn warn_of(plan: &Plan) {
+pub(crate) fn warn_of(plan: &Plan) {
     for number in &plan.idle_rules {
         eprintln!("warning: rule {number} of the recipe matches no tensor");
     }
 }
 
 /// Prints which tensors the matrix covers, and stops where the options say so.
-pub fn report_coverage(
+pub(crate) fn report_coverage(
     plan: &Plan,
     matrix: &Imatrix,
     options: &ImportanceArguments,
@@ -145,19 +153,22 @@ fn closing_text(report: &BuildReport) -> String {
         let mut tensors: Vec<(String, Vec<usize>, &str, &str)> = Vec::new();
         for note in &report.fallback_importance {
             match tensors.last_mut() {
-                Some(last) if last.0 == note.tensor && last.2 == note.reason => last.1.push(note.expert_index),
+                Some(last) if last.0 == note.tensor && last.2 == note.reason => {
+                    last.1.push(note.expert_index)
+                }
                 _ => tensors.push((note.tensor.clone(), vec![note.expert_index], &note.reason, note.used)),
             }
         }
         text += "quantized without importance of their own:\n";
         for (tensor, experts, reason, used) in tensors {
             let which = match experts.as_slice() {
-                [first, .., last] if last - first + 1 == experts.len() => format!("experts {first} to {last}"),
+                [first, .., last] if last - first + 1 == experts.len() => {
+                    format!("experts {first} to {last}")
+                }
                 [one] => format!("expert {one}"),
-                _ => format!(
-                    "experts {}",
-                    experts.iter().map(usize::to_string).collect::<Vec<_>>().join(", ")
-                ),
+                _ => {
+                    format!("experts {}", experts.iter().map(usize::to_string).collect::<Vec<_>>().join(", "))
+                }
             };
             text += &format!("  {tensor}, {which}: {reason}; used: {used}\n");
         }

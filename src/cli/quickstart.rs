@@ -28,7 +28,7 @@ use crate::render::units;
 const RECIPES: [&str; 3] = ["q2", "q4", "mxfp4"];
 
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Keep the checkpoint and the files in this folder, which must not exist; else they are removed at the end.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
@@ -47,11 +47,12 @@ struct Outcome {
     compared: Comparison,
 }
 
-pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let temporary;
     let folder = match &arguments.dir {
         Some(folder) => {
-            std::fs::create_dir(folder).with_context(|| format!("cannot make folder `{}`", folder.display()))?;
+            std::fs::create_dir(folder)
+                .with_context(|| format!("cannot make folder `{}`", folder.display()))?;
             folder.as_path()
         }
         None => {
@@ -80,7 +81,8 @@ fn outcome(recipe: &'static str, source: &CheckpointSource, folder: &Path) -> an
     let chosen = Recipe::built_in(recipe).context("a built-in recipe")?;
     let files = source.files().into_iter().map(|path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let sum = sha256_of_file(&path).map_err(|(path, e)| anyhow::Error::new(e).context(path.display().to_string()));
+        let sum = sha256_of_file(&path)
+            .map_err(|(path, e)| anyhow::Error::new(e).context(path.display().to_string()));
         sum.map(|sum| (name, sum))
     });
     let provenance = Provenance {
@@ -109,7 +111,8 @@ impl Outcome {
 
     /// Mean relative squared error and alignment of the routed experts, weighted by their values.
     fn routed(&self) -> (f64, f64) {
-        let routed = self.compared.tensors.iter().zip(&self.plan.tensors).filter(|(_, t)| t.spec.family.is_routed());
+        let routed =
+            self.compared.tensors.iter().zip(&self.plan.tensors).filter(|(_, t)| t.spec.family.is_routed());
         let mut sums = (0.0, 0.0, 0.0);
         for (compared, _) in routed {
             let n = compared.n_values as f64;
@@ -161,8 +164,17 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
             ]
         })
         .collect();
-    let columns =
-        ["recipe", "gate/up", "down", "file", "expert error", "alignment", "verify", "made again", "built in"];
+    let columns = [
+        "recipe",
+        "gate/up",
+        "down",
+        "file",
+        "expert error",
+        "alignment",
+        "verify",
+        "made again",
+        "built in",
+    ];
     text += "\n\n";
     text += &table(&columns, 3, &rows);
     text += "\n\nexpert error: squared error of the routed experts relative to their squares; alignment: 1 where weights are not shrunk";
@@ -171,7 +183,11 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
     }
     if let Some(runtimes) = outcomes.first().map(|o| &o.verified.runtimes) {
         for runtime in runtimes {
-            let verdict = if runtime.loads { "loads".to_owned() } else { format!("does not load: {}", runtime.reasons[0]) };
+            let verdict = if runtime.loads {
+                "loads".to_owned()
+            } else {
+                format!("does not load: {}", runtime.reasons[0])
+            };
             text += &format!("\n{}: {verdict}", runtime.name);
         }
     }

@@ -8,25 +8,25 @@ use clap_complete::Shell;
 use super::{Cli, UsageError};
 
 #[derive(Debug, Args)]
-pub struct CompletionArguments {
+pub(crate) struct CompletionArguments {
     /// The shell to complete for.
     shell: Shell,
 }
 
 #[derive(Debug, Args)]
-pub struct ManArguments {
+pub(crate) struct ManArguments {
     /// The command to describe; the program itself if left out.
     command: Option<String>,
 }
 
-pub fn completions(arguments: &CompletionArguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn completions(arguments: &CompletionArguments) -> anyhow::Result<ExitCode> {
     let mut script = Vec::new();
     clap_complete::generate(arguments.shell, &mut Cli::command(), "ggsmith", &mut script);
     super::print(String::from_utf8_lossy(&script).trim_end())?;
     Ok(ExitCode::SUCCESS)
 }
 
-pub fn man(arguments: &ManArguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn man(arguments: &ManArguments) -> anyhow::Result<ExitCode> {
     let program = Cli::command();
     let command = match &arguments.command {
         None => program,

@@ -13,7 +13,7 @@ use crate::render::progress::Reporter;
 use crate::render::units;
 
 #[derive(Debug, Args)]
-pub struct Arguments {
+pub(crate) struct Arguments {
     /// Whose widths to take.
     #[arg(long, value_name = "SHAPE", default_value = "tiny", value_parser = ["tiny", "flash", "pro"])]
     shape: String,
@@ -37,7 +37,7 @@ pub struct Arguments {
     json: bool,
 }
 
-pub fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let shape = Shape::NAMES.iter().find(|(name, _)| *name == arguments.shape);
     let (_, shape) = *shape.context("the parser admits known shapes only")?;
     let options = SynthOptions {

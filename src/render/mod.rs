@@ -1,5 +1,5 @@
 //! How results look on a terminal: tables, sizes, bars. Results go to stdout, everything else to stderr.
 
-pub mod progress;
-pub mod table;
-pub mod units;
+pub(crate) mod progress;
+pub(crate) mod table;
+pub(crate) mod units;

@@ -17,7 +17,7 @@ static INTERRUPTED: AtomicBool = AtomicBool::new(false);
 ///
 /// # Errors
 /// If the system refuses the handler.
-pub fn stop_on_signals() -> Result<(), ctrlc::Error> {
+pub(crate) fn stop_on_signals() -> Result<(), ctrlc::Error> {
     ctrlc::set_handler(|| {
         if INTERRUPTED.swap(true, Ordering::SeqCst) {
             #[expect(clippy::exit, reason = "the user asked twice; every file is resumable at any moment")]
@@ -27,12 +27,12 @@ pub fn stop_on_signals() -> Result<(), ctrlc::Error> {
 }
 
 /// Whether Ctrl-C was pressed.
-pub fn interrupted() -> bool {
+pub(crate) fn interrupted() -> bool {
     INTERRUPTED.load(Ordering::SeqCst)
 }
 
 /// Draws the steps of one job.
-pub struct Reporter {
+pub(crate) struct Reporter {
     bar: Option<ProgressBar>,
     lines: Option<Mutex<Lines>>,
     verb: &'static str,
@@ -46,7 +46,7 @@ struct Lines {
 
 impl Reporter {
     /// A reporter for a job that `verb` names, as "quantizing"; silent if asked to be.
-    pub fn new(verb: &'static str, quiet: bool) -> Self {
+    pub(crate) fn new(verb: &'static str, quiet: bool) -> Self {
         let terminal = std::io::stderr().is_terminal();
         let bar = (terminal && !quiet).then(|| {
             let bar = ProgressBar::new(0);
@@ -60,7 +60,7 @@ impl Reporter {
     }
 
     /// Removes the bar.
-    pub fn finish(&self) {
+    pub(crate) fn finish(&self) {
         if let Some(bar) = &self.bar {
             bar.finish_and_clear();
         }

@@ -3,9 +3,9 @@
 use comfy_table::{Cell, CellAlignment, ContentArrangement, Table};
 
 /// A table with these columns; those after the first `n_text` hold numbers.
-pub fn table(columns: &[&str], n_text: usize, rows: &[Vec<String>]) -> String {
+pub(crate) fn table(columns: &[&str], n_text: usize, rows: &[Vec<String>]) -> String {
     let mut table = Table::new();
-    table.load_preset(comfy_table::presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
+    table.load_style(comfy_table::presets::NOTHING).set_content_arrangement(ContentArrangement::Disabled);
     let cell = |i: usize, text: &str| {
         let alignment = if i < n_text { CellAlignment::Left } else { CellAlignment::Right };
         Cell::new(text).set_alignment(alignment)

@@ -1,12 +1,12 @@
 //! The one home of units: sizes, rates, times.
 
 /// Bytes with the exact number and a readable one: `86714775900 bytes (80.76 GiB)`.
-pub fn exact_bytes(n_bytes: u64) -> String {
+pub(crate) fn exact_bytes(n_bytes: u64) -> String {
     format!("{n_bytes} bytes ({})", bytes(n_bytes))
 }
 
 /// Bytes in binary units, two decimals: `80.76 GiB`.
-pub fn bytes(n_bytes: u64) -> String {
+pub(crate) fn bytes(n_bytes: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
     let mut value = n_bytes as f64;
     let mut unit = 0;
@@ -18,7 +18,7 @@ pub fn bytes(n_bytes: u64) -> String {
 }
 
 /// Seconds as `1 h 02 min`, `3 min 05 s` or `12.3 s`.
-pub fn seconds(seconds: f64) -> String {
+pub(crate) fn seconds(seconds: f64) -> String {
     let whole = seconds.round() as u64;
     if seconds < 60.0 {
         format!("{seconds:.1} s")

@@ -21,6 +21,9 @@ pub(super) trait Block<const VALUES: usize, const BYTES: usize>: Sync + 'static 
     /// What no sound file holds in this block's scales, if anything.
     fn problem(block: &[u8; BYTES]) -> Option<String>;
 
+    /// Whether the quantizer weighs errors with the importance of their columns.
+    const USES_IMPORTANCE: bool = false;
+
     /// The format's quantizer, where it has one.
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
         let _ = guide;
@@ -40,6 +43,10 @@ impl<F, const VALUES: usize, const BYTES: usize> Blocks<F, VALUES, BYTES> {
 impl<F: Block<VALUES, BYTES>, const VALUES: usize, const BYTES: usize> BlockFormat
     for Blocks<F, VALUES, BYTES>
 {
+    fn uses_importance(&self) -> bool {
+        F::USES_IMPORTANCE
+    }
+
     fn dequantize(&self, blocks: &[u8], row: &mut [f32]) {
         Level::detect().run(Dequantize::<F, VALUES, BYTES> { blocks, row, format: PhantomData });
     }

@@ -31,6 +31,8 @@ impl Block<256, 84> for BlockQ2K {
         not_finite([("d", half(&block[80..])), ("dmin", half(&block[82..]))])
     }
 
+    const USES_IMPORTANCE: bool = true;
+
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
         Some(by_block::<Self, 256, 84>(guide))
     }

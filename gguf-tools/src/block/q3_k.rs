@@ -42,6 +42,8 @@ impl Block<256, 110> for BlockQ3K {
         not_finite([("d", half(&block[108..]))])
     }
 
+    const USES_IMPORTANCE: bool = true;
+
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
         Some(by_block::<Self, 256, 110>(guide))
     }

@@ -56,6 +56,8 @@ impl Block<256, 144> for BlockQ4K {
         problem(block)
     }
 
+    const USES_IMPORTANCE: bool = true;
+
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
         Some(by_block::<Self, 256, 144>(guide))
     }
@@ -70,6 +72,8 @@ impl Block<256, 176> for BlockQ5K {
     fn problem(block: &[u8; 176]) -> Option<String> {
         problem(block)
     }
+
+    const USES_IMPORTANCE: bool = true;
 
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
         Some(by_block::<Self, 256, 176>(guide))

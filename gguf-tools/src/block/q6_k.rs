@@ -33,6 +33,8 @@ impl Block<256, 210> for BlockQ6K {
         not_finite([("d", half(&block[208..]))])
     }
 
+    const USES_IMPORTANCE: bool = true;
+
     fn quantizer(guide: Guide<'_>) -> Option<Box<dyn RowQuantizer + '_>> {
         Some(by_block::<Self, 256, 210>(guide))
     }

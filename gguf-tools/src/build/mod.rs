@@ -271,7 +271,13 @@ struct Chunk {
     done_tensors: usize,
 }
 
-fn send(to: &SyncSender<Chunk>, offset_bytes: u64, bytes: Vec<u8>, tensor: &str, done_tensors: usize) -> bool {
+fn send(
+    to: &SyncSender<Chunk>,
+    offset_bytes: u64,
+    bytes: Vec<u8>,
+    tensor: &str,
+    done_tensors: usize,
+) -> bool {
     to.send(Chunk { offset_bytes, bytes, tensor: tensor.to_owned(), done_tensors }).is_ok()
 }
 
@@ -333,7 +339,10 @@ fn compute_wave(
         rest = after;
         at = unit.offset_bytes + unit.n_bytes as u64;
     }
-    slices.into_par_iter().map(|(unit, out)| unit.compute(plan, source, importances, out)).collect::<Result<(), _>>()?;
+    slices
+        .into_par_iter()
+        .map(|(unit, out)| unit.compute(plan, source, importances, out))
+        .collect::<Result<(), _>>()?;
     let mut last_of: HashMap<(usize, usize), usize> = HashMap::new();
     for unit in &wave.units {
         last_of.insert((unit.tensor_index, unit.matrix_index), unit.rows.end);

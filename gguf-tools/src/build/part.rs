@@ -4,6 +4,7 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
@@ -29,8 +30,8 @@ pub trait Sink: Send {
     fn path(&self) -> PathBuf;
 }
 
-/// Bytes between two records in the journal, each of which waits for the disk.
-const JOURNAL_EVERY_BYTES: u64 = 64 << 20;
+/// Time between two records in the journal, each of which waits for the disk: a killed run loses that much work.
+const JOURNAL_EVERY: Duration = Duration::from_secs(1);
 
 /// What the journal beside a part file says.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -53,6 +54,7 @@ pub struct FileSink {
     hasher: Sha256,
     done_bytes: u64,
     journaled_bytes: u64,
+    journaled: Option<Instant>,
     identity: String,
 }
 
@@ -105,13 +107,15 @@ impl FileSink {
             hasher: Sha256::new(),
             done_bytes: 0,
             journaled_bytes: 0,
+            journaled: None,
             identity: identity.to_owned(),
         };
         if options.resume {
             sink.resume()?;
         }
         sink.file.set_len(sink.done_bytes).map_err(|e| output(e.to_string()))?;
-        io::Seek::seek(&mut sink.file, io::SeekFrom::Start(sink.done_bytes)).map_err(|e| output(e.to_string()))?;
+        io::Seek::seek(&mut sink.file, io::SeekFrom::Start(sink.done_bytes))
+            .map_err(|e| output(e.to_string()))?;
         let needed_bytes = file_bytes.saturating_sub(sink.done_bytes);
         let free_bytes = free_bytes(&folder_of(out)).map_err(|e| output(e.to_string()))?;
         if needed_bytes > free_bytes {
@@ -166,6 +170,7 @@ impl FileSink {
         file.sync_all()?;
         std::fs::rename(&new, &self.journal_path)?;
         self.journaled_bytes = self.done_bytes;
+        self.journaled = Some(Instant::now());
         Ok(())
     }
 
@@ -205,7 +210,7 @@ impl Sink for FileSink {
         }
         self.hasher.update(bytes);
         self.done_bytes += bytes.len() as u64;
-        if self.done_bytes - self.journaled_bytes >= JOURNAL_EVERY_BYTES || self.journaled_bytes == 0 {
+        if self.journaled.is_none_or(|then| then.elapsed() >= JOURNAL_EVERY) {
             self.write_journal()?;
         }
         Ok(())

@@ -1,6 +1,6 @@
 //! Units of work: some rows of one matrix, whose bytes depend on nothing else.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use rayon::prelude::*;
@@ -13,11 +13,11 @@ use crate::simd::Level;
 use crate::source::WeightSource;
 use crate::weight_energy::WeightEnergy;
 
-/// Values that a unit holds at most, unless one row is longer: 4 MiB as f32.
-pub(super) const VALUES_PER_UNIT: usize = 1 << 20;
+/// Values that a unit holds at most, unless one row is longer: 1 MiB as f32, which stays in a core's cache.
+pub(super) const VALUES_PER_UNIT: usize = 1 << 18;
 
 /// Units a thread and wave: enough that the end of a wave leaves little idle.
-const UNITS_PER_THREAD: usize = 12;
+const UNITS_PER_THREAD: usize = 16;
 
 /// Some rows of one matrix.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -132,7 +132,7 @@ pub(super) struct Importances<'a> {
     fallback_allowed: bool,
     ready: HashMap<(usize, usize), Option<Vec<f32>>>,
     notes: Vec<FallbackImportance>,
-    noted: HashMap<(usize, usize), ()>,
+    noted: HashSet<(usize, usize)>,
 }
 
 /// What to do for one matrix.
@@ -149,8 +149,8 @@ impl<'a> Importances<'a> {
         importance: &'a dyn ImportanceSource,
         fallback_allowed: bool,
     ) -> Self {
-        let (ready, noted) = (HashMap::new(), HashMap::new());
-        Self { plan, source, importance, fallback_allowed, ready, notes: Vec::new(), noted }
+        let (ready, notes, noted) = (HashMap::new(), Vec::new(), HashSet::new());
+        Self { plan, source, importance, fallback_allowed, ready, notes, noted }
     }
 
     /// The weights of one matrix of the wave last prepared.
@@ -230,7 +230,7 @@ impl<'a> Importances<'a> {
             return Err(self.refuse(key, reason.to_owned()));
         }
         let energy = format.needs_importance();
-        let first_time = self.noted.insert(key, ()).is_none();
+        let first_time = self.noted.insert(key);
         if first_time && (given || energy) {
             self.notes.push(FallbackImportance {
                 tensor: name.clone(),

@@ -311,5 +311,6 @@ fn fitting_type(spec: &TensorSpec, wanted: BlockType, fallback: bool) -> Result<
 
 /// The types that can be targets of weights.
 pub fn writable_types() -> impl Iterator<Item = BlockType> {
-    BlockType::all().filter(|t| t.format().is_some_and(|f| f.quantizer(crate::block::Guide::default()).is_some()))
+    BlockType::all()
+        .filter(|t| t.format().is_some_and(|f| f.quantizer(crate::block::Guide::default()).is_some()))
 }

@@ -9,6 +9,7 @@ use sha2::{Digest, Sha256};
 use super::{Findings, VerifiedFile};
 use crate::block::BlockFormat;
 use crate::gguf::{Gguf, GgufError, ShardInfo, TensorInfo};
+use crate::plan::hex;
 use crate::progress::{Progress, Step};
 
 /// Bytes that are hashed and looked at before the next are read: small against memory, large against a thread's start.
@@ -90,7 +91,7 @@ pub(super) fn read_in_pieces(
         read.files.push(VerifiedFile {
             path: shard.path.display().to_string(),
             file_bytes: shard.file_bytes,
-            sha256: hexadecimal(&hash.finalize()),
+            sha256: hex(&hash.finalize()),
         });
     }
     Ok(read)
@@ -160,12 +161,4 @@ fn describe(tensor: &TensorInfo, bad: &Bad) -> String {
         let _ = write!(message, "; {} blocks are bad, this is the first", bad.n_blocks);
     }
     message
-}
-
-/// Bytes as lower-case hexadecimal digits.
-pub(crate) fn hexadecimal(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::with_capacity(2 * bytes.len()), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
 }

@@ -15,7 +15,6 @@ use std::path::Path;
 use crate::gguf::{Gguf, GgufError};
 use crate::progress::Progress;
 
-pub(crate) use data::hexadecimal;
 pub use model::LayerRange;
 
 /// How bad a finding is.

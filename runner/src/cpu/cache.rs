@@ -127,7 +127,8 @@ impl CpuCache {
         }
         state.n_tokens += 1;
         if state.n_tokens.is_multiple_of(ratio) {
-            let mut row = if overlapping { state.merge_overlapping(ratio, width) } else { state.merge(width) };
+            let mut row =
+                if overlapping { state.merge_overlapping(ratio, width) } else { state.merge(width) };
             finish_row(&mut row, state.n_tokens - ratio, target, run);
             state.rows.extend_from_slice(&row);
             if overlapping {

@@ -225,11 +225,7 @@ impl Backend for CpuBackend {
         out
     }
 
-    fn linear_many(
-        &self,
-        input: &CpuTensor,
-        matrices: &[&CpuMatrix],
-    ) -> Result<Vec<CpuTensor>, RunnerError> {
+    fn linear_many(&self, input: &CpuTensor, matrices: &[&CpuMatrix]) -> Result<Vec<CpuTensor>, RunnerError> {
         let products = self.multiply_many(&Inputs::new(&input.values, input.width), matrices)?;
         let tensors = products.into_iter().zip(matrices);
         Ok(tensors.map(|(values, matrix)| CpuTensor { width: matrix.rows(), values }).collect())

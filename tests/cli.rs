@@ -1,0 +1,216 @@
+//! The program as users run it: exit codes, what is printed where, interruptions.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+fn ggsmith() -> Command {
+    Command::new(env!("CARGO_BIN_EXE_ggsmith"))
+}
+
+fn run(arguments: &[&str]) -> Output {
+    ggsmith().args(arguments).output().unwrap()
+}
+
+fn text(bytes: &[u8]) -> String {
+    String::from_utf8(bytes.to_vec()).unwrap()
+}
+
+/// Runs and expects success; gives stdout.
+fn done(arguments: &[&str]) -> String {
+    let output = run(arguments);
+    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
+    text(&output.stdout)
+}
+
+/// Runs and expects this exit code and nothing on stdout; gives stderr.
+fn fails(arguments: &[&str], code: i32) -> String {
+    let output = run(arguments);
+    let stderr = text(&output.stderr);
+    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
+    assert!(output.stdout.is_empty(), "{arguments:?} printed a result");
+    assert!(!stderr.contains("panicked"), "{stderr}");
+    stderr
+}
+
+struct Setting {
+    folder: tempfile::TempDir,
+}
+
+impl Setting {
+    fn new() -> Self {
+        let setting = Self { folder: tempfile::tempdir().unwrap() };
+        done(&["synth", "--shape", "tiny", "--out", &setting.path("checkpoint"), "--quiet"]);
+        setting
+    }
+
+    fn path(&self, name: &str) -> String {
+        self.folder.path().join(name).to_str().unwrap().to_owned()
+    }
+
+    fn quantize(&self, out: &str, more: &[&str]) -> Vec<String> {
+        let mut arguments =
+            vec!["quantize", "--quiet", "--hf"].into_iter().map(str::to_owned).collect::<Vec<_>>();
+        arguments.extend([self.path("checkpoint"), "--out".to_owned(), self.path(out)]);
+        arguments.extend(more.iter().map(|&s| s.to_owned()));
+        arguments
+    }
+}
+
+fn borrowed(arguments: &[String]) -> Vec<&str> {
+    arguments.iter().map(String::as_str).collect()
+}
+
+fn sha256_line(report: &str) -> &str {
+    report.lines().find(|line| line.starts_with("sha256 ")).expect("a report ends with the hash")
+}
+
+#[test]
+fn the_plan_promises_exactly_the_size_that_the_build_writes() {
+    let setting = Setting::new();
+    for recipe in ["q2", "q2-q4", "q4", "mxfp4"] {
+        let plan = done(&["plan", "--hf", &setting.path("checkpoint"), "--recipe", recipe, "--json"]);
+        let plan: serde_json::Value = serde_json::from_str(&plan).unwrap();
+        let out = format!("{recipe}.gguf");
+        let printed = done(&borrowed(&setting.quantize(&out, &["--recipe", recipe])));
+        assert_eq!(printed.lines().last(), Some(setting.path(&out).as_str()), "the path comes last");
+        let size = std::fs::metadata(setting.path(&out)).unwrap().len();
+        assert_eq!(plan["file_bytes"].as_u64(), Some(size), "{recipe}");
+        let dry = run(&borrowed(&setting.quantize("dry.gguf", &["--recipe", recipe, "--dry-run"])));
+        assert!(text(&dry.stdout).contains(&size.to_string()));
+        assert!(!Path::new(&setting.path("dry.gguf")).exists());
+    }
+}
+
+#[test]
+fn a_recipe_file_that_plan_prints_builds_the_same_file() {
+    let setting = Setting::new();
+    let recipe = done(&["plan", "--emit-recipe", "--recipe", "q2-q4", "--hf", "unused", "--experts", "Q6_K"]);
+    std::fs::write(setting.path("recipe.toml"), recipe).unwrap();
+    let by_file = done(&borrowed(&setting.quantize("a.gguf", &["--recipe", &setting.path("recipe.toml")])));
+    let by_flags = done(&borrowed(&setting.quantize("b.gguf", &["--recipe", "q2-q4", "--experts", "Q6_K"])));
+    assert_eq!(sha256_line(&by_file), sha256_line(&by_flags));
+}
+
+#[test]
+fn a_killed_build_is_resumed_to_the_same_bytes_wherever_it_was_killed() {
+    let setting = Setting::new();
+    let whole = done(&borrowed(&setting.quantize("whole.gguf", &[])));
+    let out = PathBuf::from(setting.path("killed.gguf"));
+    let mut kills = 0;
+    for milliseconds in (0..).map(|i| i * 15) {
+        let mut child = ggsmith()
+            .args(setting.quantize("killed.gguf", &["--threads", "1"]))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        std::thread::sleep(Duration::from_millis(milliseconds));
+        child.kill().unwrap();
+        if child.wait().unwrap().success() || out.exists() {
+            break;
+        }
+        kills += 1;
+    }
+    assert!(kills > 0, "the build was never killed before its end");
+    let report = done(&borrowed(&setting.quantize("killed.gguf", &["--overwrite"])));
+    assert_eq!(sha256_line(&report), sha256_line(&whole));
+    assert_eq!(std::fs::read(&out).unwrap(), std::fs::read(setting.path("whole.gguf")).unwrap());
+    assert!(!Path::new(&setting.path("killed.gguf.part")).exists(), "no part file is left");
+}
+
+#[test]
+fn wrong_usage_exits_with_2_and_says_what_is_expected() {
+    let setting = Setting::new();
+    let checkpoint = setting.path("checkpoint");
+    assert!(fails(&["quantize", "--out", "x.gguf"], 2).contains("--hf"));
+    assert!(fails(&["plan", "--hf", &checkpoint, "--experts", "Q9_K"], 2).contains("IQ2_XXS"));
+    assert!(fails(&["plan", "--hf", &checkpoint, "--tensor-type", "oops"], 2).contains("REGEX=TYPE"));
+    assert!(fails(&["plan", "--hf", &checkpoint, "--imatrix-strict"], 2).contains("--imatrix"));
+    assert!(fails(&["frobnicate"], 2).contains("frobnicate"));
+    assert!(fails(&["man", "frobnicate"], 2).contains("frobnicate"));
+}
+
+#[test]
+fn unusable_input_exits_with_1_and_names_file_and_cause() {
+    let setting = Setting::new();
+    let checkpoint = setting.path("checkpoint");
+    assert!(fails(&["plan", "--hf", &setting.path("absent")], 1).contains("absent"));
+    let bad_recipe = fails(&["plan", "--hf", &checkpoint, "--tensor-type", "(=Q4_K"], 1);
+    assert!(bad_recipe.contains("rule 1"), "{bad_recipe}");
+    let cannot = fails(&["plan", "--hf", &checkpoint, "--experts", "IQ2_XS"], 1);
+    assert!(cannot.contains("blk.0.ffn_gate_exps.weight") && cannot.contains("IQ2_XXS"), "{cannot}");
+    std::fs::write(setting.path("page.gguf"), "<!DOCTYPE html><html></html>").unwrap();
+    for command in ["inspect", "verify"] {
+        assert!(fails(&[command, &setting.path("page.gguf")], 1).contains("web page"), "{command}");
+    }
+    std::fs::write(setting.path("matrix.dat"), [7; 100]).unwrap();
+    let matrix = fails(&["plan", "--hf", &checkpoint, "--imatrix", &setting.path("matrix.dat")], 1);
+    assert!(matrix.contains("matrix.dat"), "{matrix}");
+    let shard = Path::new(&checkpoint).join("model-00001-of-00003.safetensors");
+    let shard = if shard.exists() { shard } else { first_shard(&checkpoint) };
+    let bytes = std::fs::read(&shard).unwrap();
+    std::fs::write(&shard, &bytes[..bytes.len() - 1]).unwrap();
+    let cut = fails(&borrowed(&setting.quantize("cut.gguf", &[])), 1);
+    assert!(
+        cut.contains("incomplete") && cut.contains(shard.file_name().unwrap().to_str().unwrap()),
+        "{cut}"
+    );
+    assert!(!Path::new(&setting.path("cut.gguf")).exists());
+}
+
+fn first_shard(checkpoint: &str) -> PathBuf {
+    let mut shards: Vec<_> = std::fs::read_dir(checkpoint)
+        .unwrap()
+        .map(|entry| entry.unwrap().path())
+        .filter(|path| path.extension().is_some_and(|e| e == "safetensors"))
+        .collect();
+    shards.sort();
+    shards[0].clone()
+}
+
+#[test]
+fn requantizing_a_lossy_file_needs_to_be_allowed_but_mxfp4_is_expanded_exactly() {
+    let setting = Setting::new();
+    done(&borrowed(&setting.quantize("exact.gguf", &["--recipe", "mxfp4", "--label", "x"])));
+    done(&borrowed(&setting.quantize("direct.gguf", &["--recipe", "q4", "--label", "x"])));
+    let from = |file: &str, out: &str, more: &[&str]| {
+        let mut all = vec!["quantize", "--quiet", "--recipe", "q4", "--from"];
+        let (file, out) = (setting.path(file), setting.path(out));
+        all.extend([file.as_str(), "--out", out.as_str()]);
+        all.extend(more);
+        run(&all)
+    };
+    let again = from("exact.gguf", "again.gguf", &[]);
+    assert_eq!(again.status.code(), Some(0), "{}", text(&again.stderr));
+    let open = |name: &str| gguf_tools::gguf::Gguf::open(setting.path(name)).unwrap();
+    let (direct, indirect) = (open("direct.gguf"), open("again.gguf"));
+    for tensor in direct.tensors() {
+        let other = indirect.tensor(&tensor.name).unwrap();
+        assert_eq!(direct.data(tensor).unwrap(), indirect.data(other).unwrap(), "{}", tensor.name);
+    }
+    let lossy = from("direct.gguf", "worse.gguf", &["--experts", "Q2_K"]);
+    assert_eq!(lossy.status.code(), Some(1));
+    assert!(text(&lossy.stderr).contains("--allow-requantize"));
+    let allowed = from("direct.gguf", "worse.gguf", &["--experts", "Q2_K", "--allow-requantize"]);
+    assert_eq!(allowed.status.code(), Some(0), "{}", text(&allowed.stderr));
+}
+
+#[test]
+fn quickstart_ends_with_sound_files_that_can_be_made_again() {
+    let report = done(&["quickstart"]);
+    for word in ["q2", "q4", "mxfp4", "sound", "equal", "llama.cpp"] {
+        assert!(report.contains(word), "{word} is missing in:\n{report}");
+    }
+    assert!(!report.contains("BROKEN") && !report.contains("DIFFER"), "{report}");
+}
+
+#[test]
+fn completions_and_manual_pages_cover_every_command() {
+    let bash = done(&["completions", "bash"]);
+    let page = done(&["man"]);
+    for command in ["quantize", "plan", "verify", "inspect", "compare", "synth", "quickstart"] {
+        assert!(bash.contains(command) && page.contains(command), "{command}");
+        assert!(done(&["man", command]).contains("SYNOPSIS"));
+    }
+}
