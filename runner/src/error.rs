@@ -54,7 +54,9 @@ pub enum RunnerError {
         expected: Vec<u64>,
     },
     /// A tensor is stored in a type that cannot be computed with.
-    #[error("tensor `{tensor}` of `{path}` is stored as {block_type}, which this program cannot compute with; quantize it to another type")]
+    #[error(
+        "tensor `{tensor}` of `{path}` is stored as {block_type}, which this program cannot compute with; quantize it to another type"
+    )]
     UncomputableType {
         /// File or folder.
         path: PathBuf,
@@ -78,7 +80,9 @@ pub enum RunnerError {
         expected: String,
     },
     /// Nothing to compute.
-    #[error("the prompt has no tokens; give at least one (the model expects the beginning-of-sentence token first)")]
+    #[error(
+        "the prompt has no tokens; give at least one (the model expects the beginning-of-sentence token first)"
+    )]
     EmptyPrompt,
     /// A token that the model does not have.
     #[error("token {index} of the prompt is {found}, but the vocabulary has {vocabulary} tokens (0 to {})", .vocabulary - 1)]
@@ -91,7 +95,9 @@ pub enum RunnerError {
         vocabulary: usize,
     },
     /// More tokens than the context allows.
-    #[error("{wanted} tokens do not fit the context of {limit}; shorten the prompt or raise the context limit")]
+    #[error(
+        "{wanted} tokens do not fit the context of {limit}; shorten the prompt or raise the context limit"
+    )]
     ContextFull {
         /// Tokens after the request.
         wanted: usize,
@@ -107,8 +113,10 @@ pub enum RunnerError {
         limit: usize,
     },
     /// A value that is no number came up.
-    #[error("{site} {place} at position {position} is not finite (value {value_index}: {found}); \
-             look for a broken tensor with `ggsmith verify`")]
+    #[error(
+        "{site} {place} at position {position} is not finite (value {value_index}: {found}); \
+             look for a broken tensor with `ggsmith verify`"
+    )]
     NotFinite {
         /// The operation whose result it is.
         site: Site,
@@ -122,8 +130,10 @@ pub enum RunnerError {
         found: f32,
     },
     /// All logits of a position are the same, so nothing was predicted.
-    #[error("all {vocabulary} logits at position {position} are {value}: the model predicts nothing; \
-             its output matrix or final norm is probably all zeros")]
+    #[error(
+        "all {vocabulary} logits at position {position} are {value}: the model predicts nothing; \
+             its output matrix or final norm is probably all zeros"
+    )]
     ConstantLogits {
         /// Position of the token in its sequence.
         position: usize,

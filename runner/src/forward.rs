@@ -328,9 +328,7 @@ impl<B: Backend> Network<B> {
         let mut matrices = vec![&a.q_a, &a.kv];
         matrices.extend(a.compressor.iter().flat_map(|c| [&c.values, &c.gates]));
         matrices.extend(
-            a.indexer
-                .iter()
-                .flat_map(|i| [&i.compressor.values, &i.compressor.gates, &i.head_weights]),
+            a.indexer.iter().flat_map(|i| [&i.compressor.values, &i.compressor.gates, &i.head_weights]),
         );
         let mut products = b.linear_many(x, &matrices)?.into_iter();
         let mut next = || products.next().expect("one product for each matrix");

@@ -27,8 +27,7 @@ pub fn log_probabilities(logits: &[f32]) -> Vec<f64> {
 pub fn top_log_probabilities(logits: &[f32], n: usize) -> Vec<(u32, f64)> {
     let sum = log_sum_exp(logits);
     let mut order: Vec<u32> = (0..logits.len() as u32).collect();
-    let by_rank =
-        |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
+    let by_rank = |a: &u32, b: &u32| logits[*b as usize].total_cmp(&logits[*a as usize]).then(a.cmp(b));
     if n < order.len() {
         order.select_nth_unstable_by(n, by_rank);
         order.truncate(n);

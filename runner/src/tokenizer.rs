@@ -224,14 +224,16 @@ fn build(tokens: &[String], types: &[i64], merges: &[String]) -> Result<tokenize
         Split::new(SplitPattern::Regex(pattern.to_owned()), SplitDelimiterBehavior::Isolated, false)
             .map_err(|e| error(e.to_string()))
     };
-    let mut steps = SPLITS.iter().map(|pattern| split(pattern).map(Into::into)).collect::<Result<Vec<_>, RunnerError>>()?;
+    let mut steps = SPLITS
+        .iter()
+        .map(|pattern| split(pattern).map(Into::into))
+        .collect::<Result<Vec<_>, RunnerError>>()?;
     steps.push(ByteLevel::new(false, true, false).into());
     whole.with_pre_tokenizer(Some(Sequence::new(steps)));
     // In the order of their ids: of two that begin at the same place the library prefers the earlier one.
     let added = tokens.iter().zip(types).filter(|(_, kind)| [CONTROL, USER_DEFINED].contains(kind));
-    let added = added.map(|(token, &kind)| {
-        AddedToken::from(token.clone(), kind == CONTROL).normalized(kind != CONTROL)
-    });
+    let added = added
+        .map(|(token, &kind)| AddedToken::from(token.clone(), kind == CONTROL).normalized(kind != CONTROL));
     let added: Vec<AddedToken> = added.collect();
     whole.add_tokens(added).map_err(|e| error(e.to_string()))?;
     Ok(whole)
@@ -267,7 +269,10 @@ mod tests {
     #[test]
     fn bytes_have_letters_of_their_own() {
         let letters = byte_letters();
-        assert_eq!((letters[b'a' as usize], letters[b' ' as usize], letters[b'\n' as usize]), ('a', 'Ġ', 'Ċ'));
+        assert_eq!(
+            (letters[b'a' as usize], letters[b' ' as usize], letters[b'\n' as usize]),
+            ('a', 'Ġ', 'Ċ')
+        );
         let different: std::collections::HashSet<char> = letters.into_iter().collect();
         assert_eq!(different.len(), 256);
     }

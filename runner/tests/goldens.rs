@@ -74,7 +74,10 @@ fn check_top20(
         for (&id, &expected) in ids.iter().zip(expected) {
             let found = all[id as usize];
             let difference = (found - f64::from(expected)).abs();
-            assert!(difference < 1e-3, "{variant} {name} position {position} token {id}: off by {difference}");
+            assert!(
+                difference < 1e-3,
+                "{variant} {name} position {position} token {id}: off by {difference}"
+            );
         }
     }
 }
@@ -160,4 +163,3 @@ fn tiny_native_equals_the_official_rounding() {
 fn tiny_bf16_equals_the_official_rounding() {
     official_mode("tiny-bf16");
 }
-

@@ -18,7 +18,8 @@ fn check(tokenizer: &Tokenizer, cases: &[Value]) {
     assert_eq!(cases.len(), 91);
     for case in cases {
         let text = case["text"].as_str().unwrap();
-        let ids: Vec<u32> = case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
+        let ids: Vec<u32> =
+            case["ids"].as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect();
         assert_eq!(tokenizer.encode(text).unwrap(), ids, "tokens of {text:?}");
         assert_eq!(tokenizer.decode(&ids), case["decoded"].as_str().unwrap(), "text of {ids:?}");
     }
@@ -54,7 +55,8 @@ fn real_metadata(folder: &Path, tokenizer: &Path) -> gguf_tools::gguf::Metadata 
         std::fs::copy(&from, checkpoint.path().join(from.file_name().unwrap())).unwrap();
     }
     let config_path = checkpoint.path().join("config.json");
-    let mut config: Value = serde_json::from_slice(&std::fs::read(tiny.join("config.json")).unwrap()).unwrap();
+    let mut config: Value =
+        serde_json::from_slice(&std::fs::read(tiny.join("config.json")).unwrap()).unwrap();
     config["vocab_size"] = json!(129_280);
     std::fs::remove_file(&config_path).unwrap();
     std::fs::write(&config_path, config.to_string()).unwrap();

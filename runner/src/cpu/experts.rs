@@ -99,7 +99,8 @@ impl CpuBackend {
         }
         let mut out = CpuTensor::zeros(input.len(), width);
         for_rows(&mut out.values, width, routing.n_used * width, |token, out| {
-            for part in parts[token * routing.n_used * width..][..routing.n_used * width].chunks_exact(width) {
+            for part in parts[token * routing.n_used * width..][..routing.n_used * width].chunks_exact(width)
+            {
                 for (out, &value) in out.iter_mut().zip(part) {
                     *out += value;
                 }

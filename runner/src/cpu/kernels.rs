@@ -60,8 +60,10 @@ fn products_in<L: Lanes>(rows: &[f32], inputs: &[f32], width: usize, out: &mut [
         let mut r = 0;
         while r < n {
             if wide && r + TILE_ROWS <= n {
-                let tile =
-                    dots::<L, TILE_ROWS, TILE_INPUTS>([row(r), row(r + 1)], [input(i), input(i + 1), input(i + 2)]);
+                let tile = dots::<L, TILE_ROWS, TILE_INPUTS>(
+                    [row(r), row(r + 1)],
+                    [input(i), input(i + 1), input(i + 2)],
+                );
                 for (a, line) in tile.iter().enumerate() {
                     for (b, &value) in line.iter().enumerate() {
                         put(r + a, i + b, value);
@@ -251,7 +253,13 @@ mod tests {
             for (i, &value) in all.iter().enumerate() {
                 let (r, t) = (i / 7, i % 7);
                 let mut one = [0.0];
-                products(Level::Scalar, &rows[r * width..][..width], &inputs[t * width..][..width], width, &mut one);
+                products(
+                    Level::Scalar,
+                    &rows[r * width..][..width],
+                    &inputs[t * width..][..width],
+                    width,
+                    &mut one,
+                );
                 assert_eq!(one[0].to_bits(), value.to_bits(), "width {width}, row {r}, input {t}");
             }
         }

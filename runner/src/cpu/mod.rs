@@ -13,6 +13,7 @@ mod matrix;
 mod round;
 
 pub use cache::CpuCache;
+pub use int8::{FloatDot, Int8Dot, Int8Rows};
 pub use matrix::CpuMatrix;
 
 use std::borrow::Cow;
@@ -225,11 +226,7 @@ impl Backend for CpuBackend {
         out
     }
 
-    fn linear_many(
-        &self,
-        input: &CpuTensor,
-        matrices: &[&CpuMatrix],
-    ) -> Result<Vec<CpuTensor>, RunnerError> {
+    fn linear_many(&self, input: &CpuTensor, matrices: &[&CpuMatrix]) -> Result<Vec<CpuTensor>, RunnerError> {
         let products = self.multiply_many(&Inputs::new(&input.values, input.width), matrices)?;
         let tensors = products.into_iter().zip(matrices);
         Ok(tensors.map(|(values, matrix)| CpuTensor { width: matrix.rows(), values }).collect())

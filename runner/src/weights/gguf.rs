@@ -36,8 +36,7 @@ impl GgufSource {
     pub fn new(file: Gguf, path: &Path) -> Result<Self, RunnerError> {
         let hyper_parameters = HyperParameters::from_metadata(file.metadata())
             .map_err(|source| RunnerError::Model { path: path.to_owned(), source })?;
-        let by_name =
-            file.tensors().iter().enumerate().map(|(i, tensor)| (tensor.name.clone(), i)).collect();
+        let by_name = file.tensors().iter().enumerate().map(|(i, tensor)| (tensor.name.clone(), i)).collect();
         Ok(Self { path: path.to_owned(), file, hyper_parameters, by_name })
     }
 
@@ -77,8 +76,7 @@ impl WeightSource for GgufSource {
     fn blocks(&self, tensor: usize, rows: Range<usize>) -> Result<&[u8], RunnerError> {
         let info = &self.file.tensors()[tensor];
         let columns = info.shape.last().copied().unwrap_or(1);
-        let row_bytes =
-            info.block_type.row_bytes(columns).ok_or_else(|| self.uncomputable(tensor))? as usize;
+        let row_bytes = info.block_type.row_bytes(columns).ok_or_else(|| self.uncomputable(tensor))? as usize;
         Ok(&self.file.data(info)?[rows.start * row_bytes..rows.end * row_bytes])
     }
 

@@ -56,7 +56,11 @@ pub trait WeightSource: Send + Sync {
 /// # Errors
 /// If it cannot be read or its metadata describe no supported model.
 pub fn open_source(path: &Path) -> Result<Arc<dyn WeightSource>, RunnerError> {
-    Ok(if path.is_dir() { Arc::new(CheckpointSource::open(path)?) } else { Arc::new(GgufSource::open(path)?) })
+    Ok(if path.is_dir() {
+        Arc::new(CheckpointSource::open(path)?)
+    } else {
+        Arc::new(GgufSource::open(path)?)
+    })
 }
 
 /// Compares a tensor with what the hyper-parameters imply.
