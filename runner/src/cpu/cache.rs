@@ -295,4 +295,27 @@ mod tests {
         }
         assert_eq!(cache.compressed(CompressedRows::Attention), [-1.0, -1.0]);
     }
+
+    #[test]
+    fn a_hundred_thousand_tokens_leave_the_rows_they_must_and_a_small_window() {
+        for ratio in [4, 128] {
+            let width = if ratio == 4 { 2 } else { 1 };
+            let (bias, norm) = (vec![0.0; ratio * width], [1.0]);
+            let mut cache = CpuCache::new(shape(ratio, 128));
+            for token in 0..100_000_usize {
+                // The sign of a window's values is the sign of its row, since rows are normed to magnitude 1.
+                let value = if (token / ratio).is_multiple_of(3) { -2.0 } else { 1.0 };
+                let values = if ratio == 4 { vec![0.0, value] } else { vec![value] };
+                cache.append_window(&[token as f32]);
+                cache.push(CompressedRows::Attention, &values, &vec![0.0; width], &run(&bias, &norm));
+                assert_eq!(cache.compressed(CompressedRows::Attention).len(), cache.n_visible(token));
+                assert_eq!(cache.window_rows(token).next().unwrap(), [token.saturating_sub(127) as f32]);
+                cache.trim_window();
+                assert!(cache.window.len() < 2 * 128);
+            }
+            for (w, row) in cache.compressed(CompressedRows::Attention).iter().enumerate() {
+                assert_eq!(*row, if w.is_multiple_of(3) { -1.0 } else { 1.0 }, "ratio {ratio} row {w}");
+            }
+        }
+    }
 }

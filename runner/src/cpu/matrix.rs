@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use rayon::prelude::*;
 
-use super::int8::{Int8Dot, Int8Rows};
+use super::int8::{FloatDot, Int8Dot, Int8Rows};
 use super::{CpuBackend, PARALLEL_WORK, kernels};
 use crate::error::RunnerError;
 use crate::ops::{ActivationPrecision, MatrixPlace};
@@ -22,6 +22,8 @@ pub struct CpuMatrix {
     widened: Option<Box<[f32]>>,
     /// The product with 8-bit inputs, if it is to be used.
     int8: Option<Int8Dot>,
+    /// The product with one `f32` input straight from the blocks, which gives the bits of the widened row's.
+    float: Option<FloatDot>,
 }
 
 impl CpuMatrix {
@@ -34,7 +36,11 @@ impl CpuMatrix {
             (ActivationPrecision::Int8, Some(block_type)) => Int8Dot::of(block_type),
             _ => None,
         };
-        let mut matrix = Self { source: source.clone(), place, widened: None, int8 };
+        // Whole blocks, and for floats whole groups of lanes.
+        let int8 = int8.filter(|dot| place.columns.is_multiple_of(dot.group_values()));
+        let float = source.block_type(place.tensor).and_then(FloatDot::of);
+        let float = float.filter(|_| place.columns.is_multiple_of(8));
+        let mut matrix = Self { source: source.clone(), place, widened: None, int8, float };
         if backend.widen && matrix.int8.is_none() {
             let mut values = vec![0.0; place.rows * place.columns].into_boxed_slice();
             matrix.read_rows(0..place.rows, &mut values)?;
@@ -69,20 +75,23 @@ impl CpuMatrix {
 pub(super) struct Inputs<'a> {
     values: &'a [f32],
     width: usize,
-    int8: OnceLock<Int8Rows>,
+    /// In groups of 32 and of 256.
+    int8: [OnceLock<Int8Rows>; 2],
 }
 
 impl<'a> Inputs<'a> {
     pub(super) fn new(values: &'a [f32], width: usize) -> Self {
-        Self { values, width, int8: OnceLock::new() }
+        Self { values, width, int8: [const { OnceLock::new() }; 2] }
     }
 
     fn len(&self) -> usize {
         self.values.len() / self.width
     }
 
-    fn int8(&self, backend: &CpuBackend) -> &Int8Rows {
-        self.int8.get_or_init(|| Int8Rows::new(backend.level, self.values, self.width))
+    fn int8(&self, backend: &CpuBackend, dot: Int8Dot) -> &Int8Rows {
+        let group_values = dot.group_values();
+        let place = &self.int8[usize::from(group_values == 256)];
+        place.get_or_init(|| Int8Rows::new(backend.level, self.values, self.width, group_values))
     }
 }
 
@@ -106,8 +115,8 @@ impl CpuBackend {
                 continue;
             }
             work += job.rows.len() * job.matrix.columns() * n_inputs;
-            if job.matrix.int8.is_some() {
-                job.inputs.int8(self);
+            if let Some(dot) = job.matrix.int8 {
+                job.inputs.int8(self, dot);
             }
             let mut first = job.rows.start;
             for out in job.out.chunks_mut(TILE_ROWS * n_inputs) {
@@ -128,7 +137,15 @@ impl CpuBackend {
         let width = matrix.columns();
         if let Some(dot) = matrix.int8 {
             let blocks = matrix.source.blocks(matrix.place.tensor, matrix.source_rows(&tile.rows))?;
-            dot.products(self.level, blocks, tile.inputs.int8(self), tile.out);
+            dot.products(self.level, blocks, tile.inputs.int8(self, dot), tile.out);
+            return Ok(());
+        }
+        if let Some(dot) = matrix.float
+            && matrix.widened.is_none()
+            && tile.inputs.len() == 1
+        {
+            let blocks = matrix.source.blocks(matrix.place.tensor, matrix.source_rows(&tile.rows))?;
+            dot.products(self.level, blocks, tile.inputs.values, tile.out);
             return Ok(());
         }
         let rows = if let Some(values) = &matrix.widened {

@@ -13,6 +13,7 @@ mod matrix;
 mod round;
 
 pub use cache::CpuCache;
+pub use int8::{FloatDot, Int8Dot, Int8Rows};
 pub use matrix::CpuMatrix;
 
 use std::borrow::Cow;
