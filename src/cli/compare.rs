@@ -63,9 +63,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     reporter.finish();
     let comparison = result?;
     if arguments.json {
-        print_json(&comparison)?
+        print_json(&comparison)?;
     } else {
-        print(&text(&comparison))?
+        print(&text(&comparison))?;
     }
     let differs = comparison.tensors.iter().any(|t| t.differing_bytes.is_some_and(|n| n > 0));
     let failed = differs || !comparison.missing.is_empty();

@@ -70,9 +70,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if arguments.dry_run {
         let out = Some(arguments.out.as_path());
         if arguments.json {
-            print_json(&view.json(out)?)?
+            print_json(&view.json(out)?)?;
         } else {
-            print(&view.text(out, false)?)?
+            print(&view.text(out, false)?)?;
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -87,9 +87,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     reporter.finish();
     let report = result?;
     if arguments.json {
-        print_json(&report)?
+        print_json(&report)?;
     } else {
-        print(&closing_text(&report))?
+        print(&closing_text(&report))?;
     }
     Ok(ExitCode::SUCCESS)
 }
@@ -112,7 +112,7 @@ pub(crate) fn report_coverage(
         .tensors
         .iter()
         .filter(|t| t.conversion == Conversion::Quantize)
-        .filter(|t| t.target.format().is_some_and(|f| f.uses_importance()))
+        .filter(|t| t.target.format().is_some_and(gguf_tools::block::BlockFormat::uses_importance))
         .map(|t| StackedTensor {
             tensor: &t.spec.gguf_name,
             sources: &t.spec.sources,
@@ -154,7 +154,7 @@ fn closing_text(report: &BuildReport) -> String {
         for note in &report.fallback_importance {
             match tensors.last_mut() {
                 Some(last) if last.0 == note.tensor && last.2 == note.reason => {
-                    last.1.push(note.expert_index)
+                    last.1.push(note.expert_index);
                 }
                 _ => tensors.push((note.tensor.clone(), vec![note.expert_index], &note.reason, note.used)),
             }

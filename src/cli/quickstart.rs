@@ -49,16 +49,13 @@ struct Outcome {
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let temporary;
-    let folder = match &arguments.dir {
-        Some(folder) => {
-            std::fs::create_dir(folder)
-                .with_context(|| format!("cannot make folder `{}`", folder.display()))?;
-            folder.as_path()
-        }
-        None => {
-            temporary = tempfile::tempdir().context("cannot make a temporary folder")?;
-            temporary.path()
-        }
+    let folder = if let Some(folder) = &arguments.dir {
+        std::fs::create_dir(folder)
+            .with_context(|| format!("cannot make folder `{}`", folder.display()))?;
+        folder.as_path()
+    } else {
+        temporary = tempfile::tempdir().context("cannot make a temporary folder")?;
+        temporary.path()
     };
     let checkpoint = folder.join("ggsmith-tiny");
     write_checkpoint(&checkpoint, &SynthOptions::new(Shape::Tiny), &Silent)?;

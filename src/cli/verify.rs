@@ -31,9 +31,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     reporter.finish();
     let report = result?;
     if arguments.json {
-        print_json(&report)?
+        print_json(&report)?;
     } else {
-        print(&text(&report))?
+        print(&text(&report))?;
     }
     let passed = report.is_sound() && (report.findings.is_empty() || !arguments.strict);
     Ok(if passed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
