@@ -8,6 +8,7 @@
 )]
 
 mod cli;
+mod nano;
 mod render;
 
 use std::process::ExitCode;

@@ -109,14 +109,12 @@ pub(crate) struct RecipeArguments {
 
 impl RecipeArguments {
     pub(crate) fn recipe(&self) -> anyhow::Result<Recipe> {
-        let mut recipe = if let Some(recipe) = Recipe::built_in(&self.recipe) { recipe } else {
+        let mut recipe = if let Some(recipe) = Recipe::built_in(&self.recipe) {
+            recipe
+        } else {
             let text = std::fs::read_to_string(&self.recipe).with_context(|| {
                 let names: Vec<_> = gguf_tools::plan::BUILT_IN.iter().map(|(name, _)| *name).collect();
-                format!(
-                    "`{}` is neither a recipe ({}) nor a readable file",
-                    self.recipe,
-                    names.join(", ")
-                )
+                format!("`{}` is neither a recipe ({}) nor a readable file", self.recipe, names.join(", "))
             })?;
             Recipe::from_toml(&text).with_context(|| format!("in recipe file `{}`", self.recipe))?
         };

@@ -3,9 +3,12 @@
 mod arguments;
 mod compare;
 mod inspect;
+mod model;
 mod plan;
 mod quantize;
 mod quickstart;
+mod run;
+mod score;
 mod shell;
 mod synth;
 mod verify;
@@ -40,6 +43,12 @@ enum Command {
     Verify(verify::Arguments),
     /// Compare a GGUF with the checkpoint it was made from.
     Compare(compare::Arguments),
+    /// Generate text.
+    Run(run::Arguments),
+    /// Show the tokens of a text.
+    Tokenize(run::TokenizeArguments),
+    /// Measure how close a file's predictions are to another's.
+    Score(score::Arguments),
     /// Write a random but sane checkpoint of any shape.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -58,6 +67,9 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Inspect(a) => inspect::run(&a),
         Command::Verify(a) => verify::run(&a),
         Command::Compare(a) => compare::run(&a),
+        Command::Run(a) => run::run(&a),
+        Command::Tokenize(a) => run::tokenize(&a),
+        Command::Score(a) => score::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),

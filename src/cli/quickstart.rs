@@ -1,4 +1,4 @@
-//! `quickstart`: the whole job on a small model, end to end, in one readable report.
+//! `quickstart`: the whole job on the nano model that ships inside, end to end, in one readable report.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -15,12 +15,15 @@ use gguf_tools::model::Family;
 use gguf_tools::plan::{Plan, Provenance, Recipe, sha256_of_file};
 use gguf_tools::progress::Silent;
 use gguf_tools::source::{CheckpointSource, WeightSource};
-use gguf_tools::synth::{Shape, SynthOptions, write_checkpoint};
 use gguf_tools::verify::{VerifyReport, verify};
+use quality_testing::Base;
+use runner::{Model, Numerics, Options};
 use serde_json::json;
 
+use super::model::{sequences, tokenizer};
 use super::plan::View;
 use super::{print, print_json};
+use crate::nano;
 use crate::render::table::table;
 use crate::render::units;
 
@@ -32,6 +35,9 @@ pub(crate) struct Arguments {
     /// Keep the checkpoint and the files in this folder, which must not exist; else they are removed at the end.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
+    /// Tokens of each kind of held-out text that the files are scored on.
+    #[arg(long, value_name = "N", default_value_t = 1000)]
+    tokens: usize,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -45,24 +51,29 @@ struct Outcome {
     seconds: f64,
     verified: VerifyReport,
     compared: Comparison,
+    scored: quality_testing::Comparison,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let temporary;
     let folder = if let Some(folder) = &arguments.dir {
-        std::fs::create_dir(folder)
-            .with_context(|| format!("cannot make folder `{}`", folder.display()))?;
+        std::fs::create_dir(folder).with_context(|| format!("cannot make folder `{}`", folder.display()))?;
         folder.as_path()
     } else {
         temporary = tempfile::tempdir().context("cannot make a temporary folder")?;
         temporary.path()
     };
-    let checkpoint = folder.join("ggsmith-tiny");
-    write_checkpoint(&checkpoint, &SynthOptions::new(Shape::Tiny), &Silent)?;
+    let checkpoint = folder.join("nano");
+    nano::write_checkpoint(&checkpoint)
+        .with_context(|| format!("cannot write `{}`", checkpoint.display()))?;
+    // Files are compared by float arithmetic alone: the official rounding would add its own noise.
+    let options = Options { numerics: Numerics::Exact, ..Options::default() };
+    let texts = held_out(&checkpoint, arguments.tokens.max(2))?;
+    let base = Base::new(&Model::open(&checkpoint, options.clone())?, texts)?;
     let source = CheckpointSource::new(Checkpoint::open(&checkpoint)?)?;
     let outcomes = RECIPES
         .into_iter()
-        .map(|recipe| outcome(recipe, &source, folder))
+        .map(|recipe| outcome(recipe, &source, folder, &base, &options))
         .collect::<anyhow::Result<Vec<_>>>()?;
     if arguments.json {
         print_json(&outcomes.iter().map(json).collect::<Vec<_>>())?;
@@ -73,7 +84,28 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-fn outcome(recipe: &'static str, source: &CheckpointSource, folder: &Path) -> anyhow::Result<Outcome> {
+/// The first tokens of each kind of held-out text, in sequences of at most 512.
+fn held_out(checkpoint: &Path, n_tokens: usize) -> anyhow::Result<Vec<Vec<u32>>> {
+    let tokenizer = tokenizer(checkpoint)?;
+    let mut texts = Vec::new();
+    for (_, text) in nano::HELD_OUT {
+        let mut left = n_tokens;
+        for mut sequence in sequences(&tokenizer, text, 512)? {
+            sequence.truncate(left);
+            left -= sequence.len();
+            texts.extend((sequence.len() > 1).then_some(sequence));
+        }
+    }
+    Ok(texts)
+}
+
+fn outcome(
+    recipe: &'static str,
+    source: &CheckpointSource,
+    folder: &Path,
+    base: &Base,
+    options: &Options,
+) -> anyhow::Result<Outcome> {
     let started = Instant::now();
     let chosen = Recipe::built_in(recipe).context("a built-in recipe")?;
     let files = source.files().into_iter().map(|path| {
@@ -91,13 +123,14 @@ fn outcome(recipe: &'static str, source: &CheckpointSource, folder: &Path) -> an
     let mut metadata = source.metadata()?;
     provenance.add_to(&mut metadata, &chosen);
     let plan = Plan::new(source, &chosen, metadata)?;
-    let path = folder.join(format!("ggsmith-tiny-{recipe}.gguf"));
-    let options = BuildOptions { overwrite: false, resume: false, importance_fallback: true };
-    let built = build(&plan, source, &NoImportance, &path, options, &Silent)?;
+    let path = folder.join(format!("nano-{recipe}.gguf"));
+    let fresh = BuildOptions { overwrite: false, resume: false, importance_fallback: true };
+    let built = build(&plan, source, &NoImportance, &path, fresh, &Silent)?;
     let seconds = started.elapsed().as_secs_f64();
     let verified = verify(&path, &Silent)?;
     let compared = compare(&plan, source, &NoImportance, &Gguf::open(&path)?, &[], true, &Silent)?;
-    Ok(Outcome { recipe, plan, sha256: built.sha256, seconds, verified, compared })
+    let scored = base.compare(&Model::open(&path, options.clone())?)?;
+    Ok(Outcome { recipe, plan, sha256: built.sha256, seconds, verified, compared, scored })
 }
 
 impl Outcome {
@@ -132,12 +165,13 @@ fn json(outcome: &Outcome) -> serde_json::Value {
         "seconds": outcome.seconds,
         "verify": outcome.verified,
         "compare": outcome.compared,
+        "score": outcome.scored,
     })
 }
 
 fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result<String> {
     let mut text = format!(
-        "A DeepSeek V4 checkpoint in the official layout (FP8, FP4, three kinds of layer, random weights): {}\n\n",
+        "A trained nano DeepSeek V4 in the official layout (FP8, FP4, three kinds of layer, 16 experts): {}\n\n",
         checkpoint.display()
     );
     if let Some(first) = outcomes.first() {
@@ -174,7 +208,10 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
     ];
     text += "\n\n";
     text += &table(&columns, 3, &rows);
-    text += "\n\nexpert error: squared error of the routed experts relative to their squares; alignment: 1 where weights are not shrunk";
+    text += "\n\nexpert error: squared error of the routed experts relative to their squares; alignment: 1 where weights are not shrunk\n\n";
+    let rows: Vec<_> = outcomes.iter().map(|o| super::score::row(o.recipe, &o.scored)).collect();
+    text += &table(&super::score::COLUMNS, 1, &rows);
+    text += "\n\nHeld-out prose, code and tables against the source (nats, 95 % intervals); every file was run by the CPU runner.";
     for outcome in outcomes {
         text += &format!("\n{} sha256 {}", outcome.recipe, outcome.sha256);
     }

@@ -1,0 +1,85 @@
+//! Arguments and steps that the commands which run a model share.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Context;
+use clap::Args;
+use gguf_tools::checkpoint::Checkpoint;
+use gguf_tools::gguf::Gguf;
+use runner::tokenizer::Tokenizer;
+use runner::{ActivationPrecision, Model, Numerics, Options};
+
+/// Which model, and how it is computed.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub(super) struct ModelArguments {
+    /// A GGUF file (any shard of a split one) or the folder of an official checkpoint.
+    #[arg(short, long, value_name = "FILE|DIR")]
+    model: PathBuf,
+    #[command(flatten)]
+    compute: ComputeArguments,
+}
+
+/// How a model is computed.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Model")]
+pub(super) struct ComputeArguments {
+    /// Rounding of activations: `official` as the model was trained, `exact` as a float reference.
+    #[arg(long, value_name = "MODE", default_value = "official", value_parser = ["official", "exact"])]
+    numerics: String,
+    /// Inputs of quantized matrices: `int8` is fast, `f32` exact.
+    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = ["f32", "int8"])]
+    activations: String,
+    /// Most tokens of a sequence; what the model is made for if left out.
+    #[arg(short = 'c', long = "ctx", value_name = "N")]
+    context: Option<usize>,
+    /// Threads; all processors if left out. Results do not depend on it.
+    #[arg(short, long, value_name = "N", default_value_t = 0)]
+    threads: usize,
+    /// Look through every result for NaN and infinities and name the first layer and operation with one.
+    #[arg(long)]
+    check_finite: bool,
+}
+
+impl ComputeArguments {
+    pub(super) fn options(&self) -> anyhow::Result<Options> {
+        let numerics = Numerics::NAMES.iter().find(|(name, _)| *name == self.numerics);
+        let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == self.activations);
+        Ok(Options {
+            numerics: numerics.context("the parser admits known modes only")?.1,
+            activations: activations.context("the parser admits known types only")?.1,
+            n_threads: self.threads,
+            context_limit: self.context,
+            check_finite: self.check_finite,
+            ..Options::default()
+        })
+    }
+}
+
+impl ModelArguments {
+    pub(super) fn open(&self) -> anyhow::Result<Model> {
+        Ok(Model::open(&self.model, self.compute.options()?)?)
+    }
+
+    pub(super) fn tokenizer(&self) -> anyhow::Result<Tokenizer> {
+        tokenizer(&self.model)
+    }
+}
+
+/// The tokenizer of a GGUF file or an official checkpoint.
+pub(super) fn tokenizer(model: &Path) -> anyhow::Result<Tokenizer> {
+    let metadata = if model.is_dir() {
+        gguf_tools::checkpoint::tokenizer::metadata(&Checkpoint::open(model)?)?
+    } else {
+        Gguf::open(model)?.metadata().clone()
+    };
+    Tokenizer::from_metadata(&metadata).with_context(|| format!("in `{}`", model.display()))
+}
+
+/// Tokens of a text, cut into sequences of `context` tokens that each begin with the first token of a text.
+pub(super) fn sequences(tokenizer: &Tokenizer, text: &str, context: usize) -> anyhow::Result<Vec<Vec<u32>>> {
+    let tokens = tokenizer.encode_plain(text)?;
+    let first: Vec<u32> = tokenizer.bos().into_iter().collect();
+    let room = context.saturating_sub(first.len()).max(1);
+    Ok(tokens.chunks(room).map(|part| [first.as_slice(), part].concat()).filter(|s| s.len() > 1).collect())
+}
