@@ -205,6 +205,10 @@ pub type ExpertTap<'a> = dyn FnMut(usize, &[usize], &[f32], &[f32], &[f32]) + 'a
 ///
 /// Tensors are `f32`, `[tokens, width]`. Numeric contract: multiplications and additions in `f32`, in an order
 /// that depends on the widths alone; sums of squares, softmax denominators and the like may be wider.
+///
+/// Operations that read weights fail if the source cannot give them: data that are not in the file, or values in a
+/// checkpoint that are not finite.
+#[expect(clippy::missing_errors_doc, reason = "one reason for all, in the trait's documentation")]
 pub trait Backend: Send + Sync {
     /// Activations, `[tokens, width]`.
     type Tensor: Send;

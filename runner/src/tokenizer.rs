@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use gguf_tools::gguf::Metadata;
+use gguf_tools::gguf::{Array, Metadata, Value};
 use tokenizers::models::bpe::{BPE, Vocab};
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
 use tokenizers::pre_tokenizers::sequence::Sequence;
@@ -53,7 +53,7 @@ impl Tokenizer {
     /// # Errors
     /// If a key is missing or of the wrong type, or describes another kind of tokenizer.
     pub fn from_metadata(metadata: &Metadata) -> Result<Self, RunnerError> {
-        let text = |key: &str, expected: &str| match metadata.get(key).and_then(|value| value.as_str()) {
+        let text = |key: &str, expected: &str| match metadata.get(key).and_then(Value::as_str) {
             Some(found) if found == expected => Ok(()),
             Some(found) => Err(error(format!("`{key}` is `{found}`, only `{expected}` can be used"))),
             None => Err(error(format!("`{key}` is missing or no text, expected `{expected}`"))),
@@ -61,21 +61,21 @@ impl Tokenizer {
         text("tokenizer.ggml.model", "gpt2")?;
         text("tokenizer.ggml.pre", "joyai-llm")?;
         let strings = |key: &str| {
-            let array = metadata.get(key).and_then(|value| value.as_array());
-            let strings = array.and_then(|array| array.as_strs());
+            let array = metadata.get(key).and_then(Value::as_array);
+            let strings = array.and_then(Array::as_strs);
             strings.ok_or_else(|| error(format!("`{key}` is missing or no array of texts")))
         };
         let tokens = strings("tokenizer.ggml.tokens")?.to_vec();
         let merges = strings("tokenizer.ggml.merges")?;
         let key = "tokenizer.ggml.token_type";
-        let types = metadata.get(key).and_then(|value| value.as_array()).and_then(|array| array.as_i64s());
+        let types = metadata.get(key).and_then(Value::as_array).and_then(Array::as_i64s);
         let types = types.ok_or_else(|| error(format!("`{key}` is missing or no array of integers")))?;
         if types.len() != tokens.len() {
             let problem = format!("`{key}` has {} entries for {} tokens", types.len(), tokens.len());
             return Err(error(problem));
         }
         let id = |key: &str| {
-            let id = metadata.get(key).and_then(|value| value.as_u64());
+            let id = metadata.get(key).and_then(Value::as_u64);
             id.and_then(|id| u32::try_from(id).ok()).filter(|&id| (id as usize) < tokens.len())
         };
         let (bos, eos) = (id("tokenizer.ggml.bos_token_id"), id("tokenizer.ggml.eos_token_id"));

@@ -5,15 +5,16 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gguf_tools::block::BlockType;
+use gguf_tools::block::{BlockType, Guide};
 use gguf_tools::gguf::{Layout, NewTensor};
-use gguf_tools::model::{Family, TensorTable};
+use gguf_tools::model::{Family, TensorSpec, TensorTable};
 use gguf_tools::simd::Level;
 use runner::forward::Steering;
+use runner::logits::{argmax, log_probabilities};
 use runner::observe::NoObserver;
 use runner::weights::{CheckpointSource, WeightSource};
-use runner::{Model, Numerics, Options, RunnerError};
-use test_vectors::fixtures;
+use runner::{ActivationPrecision, Model, Numerics, Options, RunnerError};
+use test_vectors::{fixtures, golden_arrays};
 
 fn prompts(folder: &Path) -> BTreeMap<String, Vec<u32>> {
     serde_json::from_str(&fs::read_to_string(folder.join("golden/prompts.json")).unwrap()).unwrap()
@@ -113,16 +114,18 @@ fn scores_are_the_log_probabilities_of_the_next_tokens() {
 fn write_gguf(
     source: &CheckpointSource,
     path: &Path,
-    block_type: impl Fn(Family) -> BlockType,
+    block_type: impl Fn(&TensorSpec) -> BlockType,
     leave_out: &str,
     change: impl Fn(&str, &mut [f32]),
 ) {
     let table = TensorTable::new(source.hyper_parameters());
     let specs: Vec<_> = table.specs().iter().filter(|spec| spec.gguf_name != leave_out).collect();
-    let kind = |family| if family == Family::RoutingTable { BlockType::I32 } else { block_type(family) };
+    let kind = |spec: &TensorSpec| {
+        if spec.family == Family::RoutingTable { BlockType::I32 } else { block_type(spec) }
+    };
     let tensors = specs.iter().map(|spec| NewTensor {
         name: spec.gguf_name.clone(),
-        block_type: kind(spec.family),
+        block_type: kind(spec),
         shape: spec.shape.clone(),
     });
     let layout = Layout::new(source.hyper_parameters().to_metadata(), tensors.collect(), 32).unwrap();
@@ -143,7 +146,7 @@ fn write_gguf(
             continue;
         }
         let row_bytes = placed.block_type.row_bytes(columns as u64).unwrap() as usize;
-        let quantizer = placed.block_type.format().unwrap().quantizer(Default::default()).unwrap();
+        let quantizer = placed.block_type.format().unwrap().quantizer(Guide::default()).unwrap();
         let mut blocks = vec![0; row_bytes];
         for row in values.chunks(columns) {
             quantizer.quantize_row(row, &mut blocks);
@@ -170,7 +173,7 @@ fn lossless_gguf_files_give_the_bits_of_the_checkpoint() {
         write_gguf(
             &source,
             &gguf_path(&temporary),
-            |family| if family.is_routed() { experts } else { BlockType::F32 },
+            |spec| if spec.family.is_routed() { experts } else { BlockType::F32 },
             "",
             |_, _| {},
         );
@@ -180,13 +183,88 @@ fn lossless_gguf_files_give_the_bits_of_the_checkpoint() {
     }
 }
 
+/// The types that llama.cpp's converter gives.
+fn converter_type(spec: &TensorSpec) -> BlockType {
+    let name = &spec.gguf_name;
+    match spec.family {
+        family if family.is_routed() => BlockType::Mxfp4,
+        Family::Attention | Family::SharedExpert => BlockType::Q8_0,
+        Family::Indexer if name.ends_with("attn_q_b.weight") => BlockType::Q8_0,
+        Family::Indexer | Family::Compressor if name.ends_with("ape.weight") => BlockType::F32,
+        Family::Indexer | Family::Compressor | Family::Router | Family::Embedding | Family::Output => {
+            BlockType::Bf16
+        }
+        _ => BlockType::F32,
+    }
+}
+
+#[test]
+fn the_converted_file_gives_what_llama_cpp_computes_from_it_in_f32() {
+    let Some(folder) = fixtures("results of llama.cpp") else { return };
+    let golden = golden_arrays(&folder.join("golden/llamacpp.safetensors"));
+    let source = CheckpointSource::open(&folder.join("tiny-native")).unwrap();
+    let temporary = tempfile::tempdir().unwrap();
+    write_gguf(&source, &gguf_path(&temporary), converter_type, "", |_, _| {});
+    let options = Options { numerics: Numerics::Exact, ..Options::default() };
+    let model = Model::open(&gguf_path(&temporary), options).unwrap();
+    for name in ["chat", "edge120", "mid150"] {
+        let rows = logits(&model, &[&prompts(&folder)[name]]).swap_remove(0);
+        let expected = golden[&format!("{name}.asconv_f32.last_logits")].f32();
+        let pairs = rows.last().unwrap().iter().zip(&expected);
+        let worst = pairs.fold(0.0_f32, |worst, (a, b)| worst.max((a - b).abs()));
+        assert!(worst < 1e-3, "{name}: last logits differ by {worst}");
+        let best = golden[&format!("{name}.asconv_f32.argmax")].i32();
+        assert_eq!(rows.len(), best.len());
+        let n_equal = rows.iter().zip(best).filter(|(row, best)| argmax(row) == *best as u32).count();
+        assert!(n_equal + 1 >= rows.len(), "{name}: {n_equal} of {} best tokens", rows.len());
+    }
+}
+
+#[test]
+fn eight_bit_inputs_stay_near_and_do_not_depend_on_schedule_or_instructions() {
+    let Some(folder) = fixtures("the tiny models") else { return };
+    let text = &prompts(&folder)["edge120"][..];
+    let source = CheckpointSource::open(&folder.join("tiny-native")).unwrap();
+    let temporary = tempfile::tempdir().unwrap();
+    let quantized = |spec: &TensorSpec| match spec.family {
+        Family::RoutedGate => BlockType::Mxfp4,
+        Family::RoutedUp => BlockType::Q4K,
+        Family::RoutedDown => BlockType::Q6K,
+        _ => converter_type(spec),
+    };
+    write_gguf(&source, &gguf_path(&temporary), quantized, "", |_, _| {});
+    let open = |options: Options| {
+        let options = Options { numerics: Numerics::Exact, ..options };
+        Model::open(&gguf_path(&temporary), options).unwrap()
+    };
+    let int8 = Options { activations: ActivationPrecision::Int8, ..Options::default() };
+    let expected = logits(&open(int8.clone()), &[text]).swap_remove(0);
+    let others =
+        Options { level: Level::Scalar, batch_tokens: 50, attention_tokens: 7, n_threads: 3, ..int8.clone() };
+    assert_eq!(logits(&open(others), &[text]).swap_remove(0), expected);
+    let model = open(int8);
+    let mut session = model.session();
+    for (position, &token) in text.iter().enumerate() {
+        assert_eq!(session.decode(token).unwrap(), expected[position], "position {position}");
+    }
+    // The random network amplifies every rounding; a wrong product would leave nothing in common.
+    let reference = logits(&open(Options::default()), &[text]).swap_remove(0);
+    let divergence = |(p, q): (&Vec<f32>, &Vec<f32>)| {
+        let (p, q) = (log_probabilities(p), log_probabilities(q));
+        p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
+    };
+    let mean = reference.iter().zip(&expected).map(divergence).sum::<f64>() / text.len() as f64;
+    assert!(mean < 0.1, "mean divergence {mean}");
+    assert!(mean > 0.0, "inputs were rounded");
+}
+
 #[test]
 fn broken_models_are_refused_by_name() {
     let Some(folder) = fixtures("the tiny models") else { return };
     let source = CheckpointSource::open(&folder.join("tiny-bf16")).unwrap();
     let temporary = tempfile::tempdir().unwrap();
     let path = gguf_path(&temporary);
-    let f32 = |_| BlockType::F32;
+    let f32 = |_: &TensorSpec| BlockType::F32;
     let text = [0, 64, 805, 651];
 
     let missing = "blk.1.attn_q_a.weight";

@@ -9,7 +9,7 @@ use serde_json::{Value, json};
 use test_vectors::{fixtures, report_skip};
 
 fn tiny(folder: &Path) -> (Checkpoint, Tokenizer) {
-    let checkpoint = Checkpoint::open(&folder.join("tiny-native")).unwrap();
+    let checkpoint = Checkpoint::open(folder.join("tiny-native").as_path()).unwrap();
     let tokenizer = Tokenizer::from_metadata(&source::metadata(&checkpoint).unwrap()).unwrap();
     (checkpoint, tokenizer)
 }

@@ -34,6 +34,7 @@ pub(super) fn rotate_by(vector: &mut [f32], angles: &[(f32, f32)], back: bool) {
 }
 
 /// (4.4.4 to 4.4.6) for the piece's rows.
+#[expect(clippy::too_many_arguments, reason = "the operation's arguments")]
 pub(super) fn attend(
     level: Level,
     cache: &CpuCache,
@@ -46,7 +47,7 @@ pub(super) fn attend(
 ) {
     let head_dim = cache.shape().head_dim;
     let n_heads = sinks.len();
-    let heads = (1..=HEADS_PER_TASK.min(n_heads)).rev().find(|n| n_heads % n == 0).unwrap_or(1);
+    let heads = (1..=HEADS_PER_TASK.min(n_heads)).rev().find(|n| n_heads.is_multiple_of(*n)).unwrap_or(1);
     let compressed = cache.compressed(CompressedRows::Attention);
     let row = |w: usize| &compressed[w * head_dim..][..head_dim];
     let tasks_per_token = n_heads / heads;

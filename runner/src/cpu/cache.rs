@@ -79,14 +79,14 @@ impl CpuCache {
     pub(super) fn trim_window(&mut self) {
         let (width, keep) = (self.shape.head_dim, self.shape.window - 1);
         let n_rows = self.window.len() / width;
-        if n_rows >= 2 * keep + 1 {
+        if n_rows > 2 * keep {
             self.window.drain(..(n_rows - keep) * width);
         }
     }
 
     /// Compressed rows that a query at `position` may see: `(w + 1) ratio <= position + 1`.
     pub(super) fn n_visible(&self, position: usize) -> usize {
-        if self.shape.ratio == 0 { 0 } else { (position + 1) / self.shape.ratio }
+        (position + 1).checked_div(self.shape.ratio).unwrap_or(0)
     }
 
     /// Compressed rows so far, `[rows, e]`.

@@ -137,7 +137,9 @@ impl CpuBackend {
                 tap(group.expert, &rows, &weights, inputs, mid);
             }
             for (mid, weight) in mid.chunks_exact_mut(inner).zip(weights) {
-                mid.iter_mut().for_each(|value| *value *= weight);
+                for value in mid {
+                    *value *= weight;
+                }
             }
         }
         let inputs: Vec<Inputs<'_>> = mids.iter().map(|mid| Inputs::new(mid, inner)).collect();

@@ -283,7 +283,9 @@ impl Backend for CpuBackend {
             let angles = attention::angles(rope, positions[token]);
             for head in row.chunks_exact_mut(head_dim) {
                 let factor = hyper::inverse_rms(head, epsilon);
-                head.iter_mut().for_each(|value| *value *= factor);
+                for value in head.iter_mut() {
+                    *value *= factor;
+                }
                 attention::rotate_by(head, &angles, false);
             }
         });

@@ -123,7 +123,7 @@ mod tests {
         hadamard(&mut values);
         let scale = 1.0 / 128.0_f32.sqrt();
         for (i, &value) in values.iter().enumerate() {
-            let sign = if (i & 5_usize).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+            let sign = if (i & 5_usize).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
             assert!((value - sign * scale).abs() < 1e-8);
         }
         hadamard(&mut values);

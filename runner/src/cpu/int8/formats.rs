@@ -8,7 +8,7 @@ use std::sync::LazyLock;
 use gguf_tools::block::BlockType;
 use gguf_tools::simd::Lanes;
 
-use super::wide::Wide;
+use super::wide::{Wide, doubled};
 use super::{Group32, Group256};
 
 /// Thirty-two input values from `i * 32` on. (A function: closures are not compiled for the instruction set.)
@@ -61,17 +61,12 @@ pub(super) fn q2_k<W: Wide>(blocks: &[[u8; 84]], x: &[Group256]) -> f32 {
     for (block, x) in blocks.iter().zip(x) {
         let (scales, rest) = block.split_first_chunk::<16>().expect("84 bytes");
         let codes = rest.as_chunks::<32>().0;
-        let mut sums = W::zero();
-        for half in 0..2 {
-            let bytes = W::load(&codes[half]);
-            let scale = |i: usize| i16::from(scales[8 * half + i] & 15);
-            let x = &x.values.as_chunks::<128>().0[half];
-            let add = W::add_products;
-            sums = add(sums, W::field::<0>(bytes, 3), signed::<W>(x, 0), [scale(0), scale(1)]);
-            sums = add(sums, W::field::<2>(bytes, 3), signed::<W>(x, 1), [scale(2), scale(3)]);
-            sums = add(sums, W::field::<4>(bytes, 3), signed::<W>(x, 2), [scale(4), scale(5)]);
-            sums = add(sums, W::field::<6>(bytes, 3), signed::<W>(x, 3), [scale(6), scale(7)]);
+        let mut factors = [0; 16];
+        for (factor, byte) in factors.iter_mut().zip(scales) {
+            *factor = (byte & 15) as i8;
         }
+        let sums = q2_half::<W>(W::zero(), &codes[0], &x.values[..128], W::scales::<0>(&factors));
+        let sums = q2_half::<W>(sums, &codes[1], &x.values[128..], W::scales::<1>(&factors));
         let mut minima = [0; 16];
         for (minimum, byte) in minima.iter_mut().zip(scales) {
             *minimum = (byte >> 4) as i8;
@@ -82,6 +77,16 @@ pub(super) fn q2_k<W: Wide>(blocks: &[[u8; 84]], x: &[Group256]) -> f32 {
         acc = acc + (scale * W::floats(sums) - minimum * below);
     }
     acc.sum()
+}
+
+/// Half a super-block of Q2_K: the pairs of bits of 32 bytes, lowest first.
+#[inline(always)]
+fn q2_half<W: Wide>(sums: W::Sums, codes: &[u8; 32], x: &[i8], scales: W::Scales) -> W::Sums {
+    let bytes = W::load(codes);
+    let sums = W::add_scaled::<0>(sums, W::field::<0>(bytes, 3), signed::<W>(x, 0), scales);
+    let sums = W::add_scaled::<1>(sums, W::field::<2>(bytes, 3), signed::<W>(x, 1), scales);
+    let sums = W::add_scaled::<2>(sums, W::field::<4>(bytes, 3), signed::<W>(x, 2), scales);
+    W::add_scaled::<3>(sums, W::field::<6>(bytes, 3), signed::<W>(x, 3), scales)
 }
 
 /// The eight 6-bit scales and minima of Q4_K, one a byte.
@@ -104,7 +109,7 @@ pub(super) fn q4_k<W: Wide>(blocks: &[[u8; 144]], x: &[Group256]) -> f32 {
         let mut sums = W::zero();
         for (i, codes) in codes.iter().enumerate() {
             let bytes = W::load(codes);
-            let scale = |i: usize| [i16::from(scales[i]); 2];
+            let scale = |i: usize| doubled(scales[i]);
             let x = &x.values.as_chunks::<64>().0[i];
             sums = W::add_products(sums, W::field::<0>(bytes, 15), signed::<W>(x, 0), scale(2 * i));
             sums = W::add_products(sums, W::field::<4>(bytes, 15), signed::<W>(x, 1), scale(2 * i + 1));
@@ -132,42 +137,33 @@ pub(super) fn q6_k<W: Wide>(blocks: &[[u8; 210]], x: &[Group256]) -> f32 {
         for (scale, byte) in scales.iter_mut().zip(&block[192..208]) {
             *scale = *byte as i8;
         }
-        let mut sums = W::zero();
-        for half in 0..2 {
-            let (first, second) = (W::load(&low[2 * half]), W::load(&low[2 * half + 1]));
-            let upper = W::load(&high[half]);
-            let scale = |i: usize| [i16::from(scales[8 * half + i]), i16::from(scales[8 * half + i + 1])];
-            let x = &x.values.as_chunks::<128>().0[half];
-            let add = W::add_products;
-            sums = add(
-                sums,
-                W::join(W::field::<0>(first, 15), W::field::<0>(upper, 3)),
-                signed::<W>(x, 0),
-                scale(0),
-            );
-            sums = add(
-                sums,
-                W::join(W::field::<0>(second, 15), W::field::<2>(upper, 3)),
-                signed::<W>(x, 1),
-                scale(2),
-            );
-            sums = add(
-                sums,
-                W::join(W::field::<4>(first, 15), W::field::<4>(upper, 3)),
-                signed::<W>(x, 2),
-                scale(4),
-            );
-            sums = add(
-                sums,
-                W::join(W::field::<4>(second, 15), W::field::<6>(upper, 3)),
-                signed::<W>(x, 3),
-                scale(6),
-            );
-        }
+        let (x_first, x_second) = x.values.split_at(128);
+        let sums = q6_half::<W>(W::zero(), [&low[0], &low[1]], &high[0], x_first, W::scales::<0>(&scales));
+        let sums = q6_half::<W>(sums, [&low[2], &low[3]], &high[1], x_second, W::scales::<1>(&scales));
         let sums = W::subtract(sums, W::sixteen::<5>(&scales, &x.sums));
         acc = acc + W::Floats::splat(half_at::<W>(block, 208) * x.scale) * W::floats(sums);
     }
     acc.sum()
+}
+
+/// Half a super-block of Q6_K: low halves of 64 bytes, then their high halves, joined by pairs of upper bits.
+#[inline(always)]
+fn q6_half<W: Wide>(
+    sums: W::Sums,
+    low: [&[u8; 32]; 2],
+    high: &[u8; 32],
+    x: &[i8],
+    scales: W::Scales,
+) -> W::Sums {
+    let (first, second, upper) = (W::load(low[0]), W::load(low[1]), W::load(high));
+    let codes = W::join(W::field::<0>(first, 15), W::field::<0>(upper, 3));
+    let sums = W::add_scaled::<0>(sums, codes, signed::<W>(x, 0), scales);
+    let codes = W::join(W::field::<0>(second, 15), W::field::<2>(upper, 3));
+    let sums = W::add_scaled::<1>(sums, codes, signed::<W>(x, 1), scales);
+    let codes = W::join(W::field::<4>(first, 15), W::field::<4>(upper, 3));
+    let sums = W::add_scaled::<2>(sums, codes, signed::<W>(x, 2), scales);
+    let codes = W::join(W::field::<4>(second, 15), W::field::<6>(upper, 3));
+    W::add_scaled::<3>(sums, codes, signed::<W>(x, 3), scales)
 }
 
 /// The 256 entries of IQ2_XXS, eight magnitudes in the bytes of a word: read off by widening blocks of scale 1.
@@ -198,30 +194,20 @@ pub(super) fn iq2_xxs<W: Wide>(blocks: &[[u8; 66]], x: &[Group256]) -> f32 {
     let grid = &*IQ2_XXS_GRID;
     let mut acc = W::Floats::splat(0.0);
     for (block, x) in blocks.iter().zip(x) {
+        let (_, groups) = block.split_last_chunk::<64>().expect("66 bytes");
+        let [signs, scales] = W::signs_and_scales(groups);
         let mut sums = W::zero();
-        for (i, group) in block[2..].as_chunks::<8>().0.iter().enumerate() {
-            let word = u32::from_le_bytes([group[4], group[5], group[6], group[7]]);
+        for (i, group) in groups.as_chunks::<8>().0.iter().enumerate() {
             let entry = |k: usize| grid[group[k] as usize];
             let magnitudes = W::words([entry(0), entry(1), entry(2), entry(3)]);
-            // The scale is (2s + 1) / 8 of d.
-            let scale = (2 * (word >> 28) + 1) as i16;
-            let x = W::negate_where(signed::<W>(&x.values, i), even_signs(word));
-            sums = W::add_products(sums, magnitudes, x, [scale; 2]);
+            let x = W::negate_where(signed::<W>(&x.values, i), signs[i]);
+            sums = W::add_products(sums, magnitudes, x, scales[i]);
         }
+        // The scales are 2s + 1, and (2s + 1) / 8 is meant.
         let scale = 0.125 * half_at::<W>(block, 0) * x.scale;
         acc = acc + W::Floats::splat(scale) * W::floats(sums);
     }
     acc.sum()
-}
-
-/// Spreads four times seven sign bits over the bytes of a word; the eighth of each makes their number even.
-#[inline(always)]
-fn even_signs(word: u32) -> u32 {
-    let seven = (word & 0x7f) | (word & 0x3f80) << 1 | (word & 0x001f_c000) << 2 | (word & 0x0fe0_0000) << 3;
-    let mut parity = seven ^ (seven >> 4);
-    parity ^= parity >> 2;
-    parity ^= parity >> 1;
-    seven | (parity & 0x0101_0101) << 7
 }
 
 /// Products of float rows with `f32` inputs, in the order of the dot product of widened rows.

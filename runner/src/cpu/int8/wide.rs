@@ -15,6 +15,8 @@ pub(super) trait Wide: Copy {
     type Bytes: Copy;
     /// Eight 32-bit sums.
     type Sums: Copy;
+    /// Eight 16-bit scales.
+    type Scales: Copy;
     /// Eight `f32`.
     type Floats: Lanes;
 
@@ -34,9 +36,21 @@ pub(super) trait Wide: Copy {
     fn negate_where(bytes: Self::Bytes, bits: u32) -> Self::Bytes;
     /// No sums yet.
     fn zero() -> Self::Sums;
-    /// Adds `scales[0]` times the products of the first sixteen bytes and `scales[1]` times those of the others.
+    /// Adds the products of all bytes times a scale, given [`doubled`].
     /// `a` is unsigned, `b` signed, and two neighbouring products fit 16 bits together.
-    fn add_products(sums: Self::Sums, a: Self::Bytes, b: Self::Bytes, scales: [i16; 2]) -> Self::Sums;
+    fn add_products(sums: Self::Sums, a: Self::Bytes, b: Self::Bytes, scale: u32) -> Self::Sums;
+    /// Eight of sixteen scales: the first or the second half.
+    fn scales<const HALF: usize>(all: &[i8; 16]) -> Self::Scales;
+    /// As [`Wide::add_products`], with scale `2 I` for the first sixteen bytes and `2 I + 1` for the others.
+    fn add_scaled<const I: usize>(
+        sums: Self::Sums,
+        a: Self::Bytes,
+        b: Self::Bytes,
+        scales: Self::Scales,
+    ) -> Self::Sums;
+    /// Of each of eight groups of eight bytes, the second four being a word: [`even_signs`] of the word, and
+    /// `2s + 1` [`doubled`], `s` being its upper four bits.
+    fn signs_and_scales(groups: &[u8; 64]) -> [[u32; 8]; 2];
     /// Products of signed bytes; no byte of `b` is -128.
     fn signed_products(a: Self::Bytes, b: Self::Bytes) -> Self::Sums;
     /// Lane `l`: `factors[2l] * values[2l] + factors[2l + 1] * values[2l + 1]`, times `2^SHIFT`.
@@ -51,6 +65,22 @@ pub(super) trait Wide: Copy {
     fn brains(from: &[u8; 16]) -> Self::Floats;
 }
 
+/// A scale as [`Wide::add_products`] takes it: in both halves of a word.
+#[inline(always)]
+pub(super) const fn doubled(scale: u8) -> u32 {
+    scale as u32 * 0x0001_0001
+}
+
+/// Spreads four times seven sign bits over the bytes of a word; the eighth of each makes their number even.
+#[inline(always)]
+fn even_signs(word: u32) -> u32 {
+    let seven = (word & 0x7f) | (word & 0x3f80) << 1 | (word & 0x001f_c000) << 2 | (word & 0x0fe0_0000) << 3;
+    let mut parity = seven ^ (seven >> 4);
+    parity ^= parity >> 2;
+    parity ^= parity >> 1;
+    seven | (parity & 0x0101_0101) << 7
+}
+
 /// Plain Rust, the oracle.
 #[derive(Clone, Copy)]
 pub(super) struct Plain;
@@ -58,6 +88,7 @@ pub(super) struct Plain;
 impl Wide for Plain {
     type Bytes = [u8; 32];
     type Sums = [i32; 8];
+    type Scales = [i16; 8];
     type Floats = Scalar;
 
     fn load(from: &[u8; 32]) -> [u8; 32] {
@@ -87,11 +118,27 @@ impl Wide for Plain {
     fn zero() -> [i32; 8] {
         [0; 8]
     }
-    fn add_products(sums: [i32; 8], a: [u8; 32], b: [u8; 32], scales: [i16; 2]) -> [i32; 8] {
+    fn add_products(sums: [i32; 8], a: [u8; 32], b: [u8; 32], scale: u32) -> [i32; 8] {
+        Self::add_scaled::<0>(sums, a, b, [scale as i16; 8])
+    }
+    fn scales<const HALF: usize>(all: &[i8; 16]) -> [i16; 8] {
+        std::array::from_fn(|i| i16::from(all[8 * HALF + i]))
+    }
+    fn add_scaled<const I: usize>(sums: [i32; 8], a: [u8; 32], b: [u8; 32], scales: [i16; 8]) -> [i32; 8] {
         std::array::from_fn(|l| {
             let products = (4 * l..4 * l + 4).map(|i| i32::from(a[i]) * i32::from(b[i] as i8));
-            sums[l] + i32::from(scales[l / 4]) * products.sum::<i32>()
+            sums[l] + i32::from(scales[2 * I + l / 4]) * products.sum::<i32>()
         })
+    }
+    fn signs_and_scales(groups: &[u8; 64]) -> [[u32; 8]; 2] {
+        let word = |i: usize| {
+            let at = 8 * i + 4;
+            u32::from_le_bytes([groups[at], groups[at + 1], groups[at + 2], groups[at + 3]])
+        };
+        [
+            std::array::from_fn(|i| even_signs(word(i))),
+            std::array::from_fn(|i| doubled((2 * (word(i) >> 28) + 1) as u8)),
+        ]
     }
     fn signed_products(a: [u8; 32], b: [u8; 32]) -> [i32; 8] {
         std::array::from_fn(|l| {
@@ -139,6 +186,7 @@ mod x86 {
     impl Wide for Avx2Bytes {
         type Bytes = __m256i;
         type Sums = __m256i;
+        type Scales = __m256i;
         type Floats = Avx2;
 
         #[inline(always)]
@@ -206,12 +254,64 @@ mod x86 {
             unsafe { _mm256_setzero_si256() }
         }
         #[inline(always)]
-        fn add_products(sums: __m256i, a: __m256i, b: __m256i, scales: [i16; 2]) -> __m256i {
+        fn add_products(sums: __m256i, a: __m256i, b: __m256i, scale: u32) -> __m256i {
             // SAFETY: as for `load`.
             unsafe {
-                let scales = _mm256_set_m128i(_mm_set1_epi16(scales[1]), _mm_set1_epi16(scales[0]));
+                let scales = _mm256_set1_epi32(scale as i32);
                 _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), scales))
             }
+        }
+        #[inline(always)]
+        fn scales<const HALF: usize>(all: &[i8; 16]) -> __m256i {
+            let half = &all.as_chunks::<8>().0[HALF];
+            // SAFETY: as for `load`; 8 bytes are there.
+            unsafe {
+                let scales = _mm_cvtepi8_epi16(_mm_loadl_epi64(half.as_ptr().cast()));
+                _mm256_broadcastsi128_si256(scales)
+            }
+        }
+        #[inline(always)]
+        fn add_scaled<const I: usize>(sums: __m256i, a: __m256i, b: __m256i, scales: __m256i) -> __m256i {
+            // SAFETY: as for `load`.
+            unsafe {
+                // Byte pair 2I in every place of the lower half, pair 2I + 1 in every place of the upper one.
+                let first = (4 * I + ((4 * I + 1) << 8)) as i16;
+                let places = _mm256_set_m128i(_mm_set1_epi16(first + 0x0202), _mm_set1_epi16(first));
+                let scales = _mm256_shuffle_epi8(scales, places);
+                _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), scales))
+            }
+        }
+        #[inline(always)]
+        fn signs_and_scales(groups: &[u8; 64]) -> [[u32; 8]; 2] {
+            let mut out = [[0; 8]; 2];
+            // SAFETY: as for `load`; 64 bytes are there, and `out` holds twice eight words.
+            unsafe {
+                let first = _mm256_loadu_ps(groups.as_ptr().cast());
+                let second = _mm256_loadu_ps(groups.as_ptr().add(32).cast());
+                // The odd words of both, back in order.
+                let odd = _mm256_castps_si256(_mm256_shuffle_ps::<0xdd>(first, second));
+                let words = _mm256_permute4x64_epi64::<0xd8>(odd);
+                let seven = _mm256_or_si256(
+                    _mm256_or_si256(
+                        _mm256_and_si256(words, _mm256_set1_epi32(0x7f)),
+                        _mm256_and_si256(_mm256_slli_epi32::<1>(words), _mm256_set1_epi32(0x7f00)),
+                    ),
+                    _mm256_or_si256(
+                        _mm256_and_si256(_mm256_slli_epi32::<2>(words), _mm256_set1_epi32(0x007f_0000)),
+                        _mm256_and_si256(_mm256_slli_epi32::<3>(words), _mm256_set1_epi32(0x7f00_0000)),
+                    ),
+                );
+                let parity = _mm256_xor_si256(seven, _mm256_srli_epi32::<4>(seven));
+                let parity = _mm256_xor_si256(parity, _mm256_srli_epi32::<2>(parity));
+                let parity = _mm256_xor_si256(parity, _mm256_srli_epi32::<1>(parity));
+                let eighth = _mm256_slli_epi32::<7>(_mm256_and_si256(parity, _mm256_set1_epi32(0x0101_0101)));
+                _mm256_storeu_si256(out[0].as_mut_ptr().cast(), _mm256_or_si256(seven, eighth));
+                let scale = _mm256_srli_epi32::<28>(words);
+                let scale = _mm256_or_si256(_mm256_slli_epi32::<1>(scale), _mm256_set1_epi32(1));
+                let scales = _mm256_or_si256(scale, _mm256_slli_epi32::<16>(scale));
+                _mm256_storeu_si256(out[1].as_mut_ptr().cast(), scales);
+            }
+            out
         }
         #[inline(always)]
         fn signed_products(a: __m256i, b: __m256i) -> __m256i {
