@@ -27,7 +27,7 @@ fn reading(criterion: &mut Criterion) {
     group.throughput(Throughput::Bytes(blocks.len() as u64));
     group.bench_function("fp4_to_mxfp4", |bencher| {
         let tensor = "layers.1.ffn.experts.0.w1.weight";
-        bencher.iter(|| checkpoint.read_fp4_as_mxfp4(tensor, &mut blocks).expect("finite values"));
+        bencher.iter(|| checkpoint.read_fp4_as_mxfp4(tensor, 0..256, &mut blocks).expect("finite values"));
     });
     group.finish();
 }

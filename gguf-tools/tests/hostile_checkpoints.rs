@@ -184,7 +184,7 @@ fn other_spellings_of_the_same_values_read_alike() {
     let (expert, dense) = (sound.read(EXPERT, 0..256).unwrap(), sound.read(DENSE, 0..256).unwrap());
     let blocks = |copy: &Copy| {
         let mut blocks = vec![0; 256 * 8 * 17];
-        copy.open().unwrap().read_fp4_as_mxfp4(EXPERT, &mut blocks).unwrap();
+        copy.open().unwrap().read_fp4_as_mxfp4(EXPERT, 0..256, &mut blocks).unwrap();
         blocks
     };
     let spelled = copy();
@@ -226,7 +226,7 @@ fn scales_in_single_precision_give_the_same_values() {
         assert_eq!(widened.read(weight, 0..256).unwrap(), expected, "{weight}");
     }
     let mut blocks = vec![0; 256 * 8 * 17];
-    assert!(sound.open().unwrap().read_fp4_as_mxfp4(EXPERT, &mut blocks).is_ok());
+    assert!(sound.open().unwrap().read_fp4_as_mxfp4(EXPERT, 0..256, &mut blocks).is_ok());
 }
 
 #[test]
@@ -310,7 +310,8 @@ fn values_that_are_no_numbers_are_refused_by_row_and_column() {
     let message = scale.read(EXPERT, 0..256).unwrap_err().to_string();
     assert!(message.contains("row 5, column 64") && message.contains("scale byte 255"), "{message}");
     let mut blocks = vec![0; 256 * 8 * 17];
-    let repacked = scale.open().unwrap().read_fp4_as_mxfp4(EXPERT, &mut blocks).unwrap_err().to_string();
+    let repacked =
+        scale.open().unwrap().read_fp4_as_mxfp4(EXPERT, 0..256, &mut blocks).unwrap_err().to_string();
     assert_eq!(repacked, message);
 
     let plain = copy();
@@ -337,7 +338,7 @@ fn a_tensor_read_as_what_it_is_not_is_refused() {
     let copy = copy();
     let checkpoint = copy.open().unwrap();
     let mut blocks = vec![0; 256 * 8 * 17];
-    let dense = checkpoint.read_fp4_as_mxfp4(DENSE, &mut blocks).unwrap_err().to_string();
+    let dense = checkpoint.read_fp4_as_mxfp4(DENSE, 0..256, &mut blocks).unwrap_err().to_string();
     assert!(dense.contains("stored as FP8"), "{dense}");
     let mut values = vec![0.0; 512 * 2];
     let table =

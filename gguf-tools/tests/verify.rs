@@ -223,7 +223,7 @@ fn a_tensor_whose_region_is_too_short_is_named_and_no_other() {
     let [(tensor, message)] = errors(&report)[..] else { panic!("{:?}", report.findings) };
     assert_eq!(tensor, "blk.0.ffn_gate_exps.weight");
     assert!(message.contains("4160 bytes reserved") && message.contains("4224 bytes"), "{message}");
-    assert_eq!((report.only_sized.len(), report.runtimes.len()), (3, 0));
+    assert_eq!((report.only_sized.len(), report.runtimes.len()), (0, 0));
 }
 
 #[test]
