@@ -117,6 +117,14 @@ impl Base {
     }
 }
 
+impl Comparison {
+    /// By how much this model's divergence exceeds another's, on the same texts and the same base, paired.
+    pub fn kl_above(&self, other: &Self) -> Interval {
+        let paired = self.kl_by_position.iter().zip(&other.kl_by_position);
+        Interval::of(&paired.map(|(a, b)| a - b).collect::<Vec<_>>())
+    }
+}
+
 fn slices(texts: &[Vec<u32>]) -> Vec<&[u32]> {
     texts.iter().map(Vec::as_slice).collect()
 }

@@ -209,7 +209,9 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
     text += "\n\n";
     text += &table(&columns, 3, &rows);
     text += "\n\nexpert error: squared error of the routed experts relative to their squares; alignment: 1 where weights are not shrunk\n\n";
-    let rows: Vec<_> = outcomes.iter().map(|o| super::score::row(o.recipe, &o.scored)).collect();
+    let above = std::iter::once(None).chain(outcomes.iter().map(|o| Some(&o.scored)));
+    let rows: Vec<_> =
+        outcomes.iter().zip(above).map(|(o, above)| super::score::row(o.recipe, &o.scored, above)).collect();
     text += &table(&super::score::COLUMNS, 1, &rows);
     text += "\n\nHeld-out prose, code and tables against the source (nats, 95 % intervals); every file was run by the CPU runner.";
     for outcome in outcomes {

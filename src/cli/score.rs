@@ -76,17 +76,24 @@ fn kld(arguments: &KldArguments) -> anyhow::Result<ExitCode> {
     let base = Base::new(&base_model, texts)?;
     let mut rows = Vec::new();
     let mut results = Vec::new();
+    let mut before: Option<Comparison> = None;
     for path in [&arguments.base].into_iter().chain(&arguments.models) {
         let model = Model::open(path, options.clone())?;
         let comparison = base.compare(&model)?;
-        rows.push(row(&path.display().to_string(), &comparison));
-        results.push(json!({ "model": path, "provenance": model.provenance(), "comparison": comparison }));
+        rows.push(row(&path.display().to_string(), &comparison, before.as_ref()));
+        results.push(json!({
+            "model": path,
+            "provenance": model.provenance(),
+            "comparison": comparison,
+            "kl_above_line_before": before.as_ref().map(|before| comparison.kl_above(before)),
+        }));
+        before = Some(comparison);
     }
     if arguments.json {
         print_json(&results)?;
     } else {
         print(&format!(
-            "{}\nThe first line is the base against itself: the noise of the measurement. {} numerics.",
+            "{}\nThe first line is the base against itself: the noise of the measurement. Intervals are 95 %, differences paired\nposition by position. {} numerics.",
             table(&COLUMNS, 1, &rows),
             base_model.provenance().numerics
         ))?;
@@ -95,11 +102,11 @@ fn kld(arguments: &KldArguments) -> anyhow::Result<ExitCode> {
 }
 
 /// Columns of [`row`].
-pub(super) const COLUMNS: [&str; 8] =
-    ["model", "tokens", "NLL", "perplexity", "NLL - base", "KL", "KL 99 %", "same top-1"];
+pub(super) const COLUMNS: [&str; 9] =
+    ["model", "tokens", "NLL", "perplexity", "NLL - base", "KL", "KL - line above", "KL 99 %", "same top-1"];
 
-/// One comparison as a row of a table.
-pub(super) fn row(name: &str, comparison: &Comparison) -> Vec<String> {
+/// One comparison as a row of a table; `before` is the one in the row above it.
+pub(super) fn row(name: &str, comparison: &Comparison, before: Option<&Comparison>) -> Vec<String> {
     let spread = |i: &Interval, digits: usize| {
         format!("{:.digits$} [{:.digits$}, {:.digits$}]", i.mean, i.low, i.high)
     };
@@ -111,6 +118,7 @@ pub(super) fn row(name: &str, comparison: &Comparison) -> Vec<String> {
         format!("{:.3}", comparison.perplexity),
         spread(&comparison.nll_difference, 4),
         spread(&comparison.kl, 5),
+        before.map_or_else(String::new, |before| spread(&comparison.kl_above(before), 5)),
         format!("{:.4}", comparison.kl_percentiles[2]),
         format!("{:.2} % [{:.2}, {:.2}]", 100.0 * same.mean, 100.0 * same.low, 100.0 * same.high),
     ]
