@@ -112,7 +112,9 @@ fn stored_values_are_those_that_llama_cpp_reads() {
                 let mut blocks = Vec::new();
                 for source in &spec.sources {
                     let mut one = vec![0; (spec.n_values() as usize / spec.sources.len()) / 32 * 17];
-                    checkpoint.read_fp4_as_mxfp4(source, &mut one).unwrap();
+                    checkpoint
+                        .read_fp4_as_mxfp4(source, 0..spec.source_shape()[0] as usize, &mut one)
+                        .unwrap();
                     blocks.extend(one);
                 }
                 blocks
