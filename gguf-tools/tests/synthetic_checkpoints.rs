@@ -1,13 +1,17 @@
-//! Checkpoints from the generator: sane, reproducible, small on the way.
+//! Models from the generator: sane, reproducible, small on the way, the same with and without a checkpoint.
 
 use std::fs;
 use std::path::Path;
 
+use gguf_tools::build::{BuildOptions, build};
 use gguf_tools::checkpoint::tokenizer::{ChatTemplate, TokenType, Tokenizer};
 use gguf_tools::checkpoint::{Checkpoint, SourcePrecision};
+use gguf_tools::importance::NoImportance;
 use gguf_tools::model::Family;
+use gguf_tools::plan::{Plan, Recipe};
 use gguf_tools::progress::{Silent, StopFlag};
-use gguf_tools::synth::{Shape, SynthError, SynthOptions, write_checkpoint};
+use gguf_tools::source::{CheckpointSource, WeightSource};
+use gguf_tools::synth::{Shape, SynthError, SynthOptions, SynthSource, write_checkpoint};
 use sha2::{Digest, Sha256};
 use test_vectors::hex;
 
@@ -87,6 +91,39 @@ fn the_shapes_of_the_releases_are_made_layer_by_layer_and_expert_by_expert() {
     stop.stop();
     assert!(matches!(write_checkpoint(&folder, &options, &stop), Err(SynthError::Interrupted)));
     assert_eq!(fs::read_dir(place.path()).unwrap().count(), 0, "nothing is left behind");
+}
+
+#[test]
+fn a_file_built_without_a_checkpoint_equals_the_file_built_from_the_written_one() {
+    let place = tempfile::tempdir().unwrap();
+    let options = SynthOptions { seed: 5, ..SynthOptions::new(Shape::Tiny) };
+    write_checkpoint(&place.path().join("checkpoint"), &options, &Silent).unwrap();
+    let written = CheckpointSource::new(Checkpoint::open(place.path().join("checkpoint")).unwrap()).unwrap();
+    let made = SynthSource::new(&options).unwrap();
+    for name in ["q2", "mxfp4"] {
+        let recipe = Recipe::built_in(name).unwrap();
+        let file = |source: &dyn WeightSource, out: &str| {
+            let plan = Plan::new(source, &recipe, source.metadata().unwrap()).unwrap();
+            let options = BuildOptions { overwrite: false, resume: false, importance_fallback: true };
+            let out = place.path().join(format!("{name}-{out}"));
+            build(&plan, source, &NoImportance, &out, options, &Silent).unwrap();
+            (plan.tensors, fs::read(out).unwrap())
+        };
+        let (from_disk, from_nothing) = (file(&written, "disk.gguf"), file(&made, "nothing.gguf"));
+        assert_eq!(from_disk.0, from_nothing.0, "{name}");
+        assert!(from_disk.1 == from_nothing.1, "{name}: bytes differ");
+    }
+}
+
+#[test]
+fn a_vocabulary_too_small_for_the_tokenizer_is_refused() {
+    let mut config = SynthOptions::new(Shape::Tiny).config();
+    config["vocab_size"] = 100.into();
+    let refused = SynthSource::from_config(&config, "small", 0).unwrap_err();
+    assert!(matches!(refused, SynthError::Tokenizer(_)), "{refused}");
+    assert!(refused.to_string().contains("100 tokens"), "{refused}");
+    config["vocab_size"] = 0.into();
+    assert!(matches!(SynthSource::from_config(&config, "none", 0), Err(SynthError::Options(_))));
 }
 
 #[test]

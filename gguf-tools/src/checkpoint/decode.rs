@@ -62,17 +62,18 @@ const fn e2m1_pairs() -> [[f32; 2]; 256] {
 
 /// Decodes the scales of one row of a grid.
 pub(super) fn scales(grid: ScaleGrid, bytes: &[u8], out: &mut [f32]) {
-    if grid.is_exponent {
-        for (out, &byte) in out.iter_mut().zip(bytes) {
-            *out = E8M0[byte as usize];
-        }
-    } else {
-        f32s(bytes, out);
+    if grid.is_exponent { exponents(bytes, out) } else { f32s(bytes, out) }
+}
+
+/// Decodes E8M0 scales.
+pub(crate) fn exponents(bytes: &[u8], out: &mut [f32]) {
+    for (out, &byte) in out.iter_mut().zip(bytes) {
+        *out = E8M0[byte as usize];
     }
 }
 
 /// Decodes a row of E4M3 bytes; `scales`: one for `block_columns` of them.
-pub(super) fn fp8_row(codes: &[u8], scales: &[f32], block_columns: usize, out: &mut [f32]) {
+pub(crate) fn fp8_row(codes: &[u8], scales: &[f32], block_columns: usize, out: &mut [f32]) {
     for ((out, codes), &scale) in out.chunks_mut(block_columns).zip(codes.chunks(block_columns)).zip(scales) {
         for (out, &code) in out.iter_mut().zip(codes) {
             *out = E4M3[code as usize] * scale;
@@ -81,7 +82,7 @@ pub(super) fn fp8_row(codes: &[u8], scales: &[f32], block_columns: usize, out: &
 }
 
 /// Decodes a row of packed FP4; `scales`: one for 32 values.
-pub(super) fn fp4_row(packed: &[u8], scales: &[f32], out: &mut [f32]) {
+pub(crate) fn fp4_row(packed: &[u8], scales: &[f32], out: &mut [f32]) {
     let blocks = out.as_chunks_mut::<{ FP4_SCALE_VALUES as usize }>().0.iter_mut();
     for ((out, packed), &scale) in blocks.zip(packed.as_chunks::<FP4_SCALE_BYTES>().0).zip(scales) {
         for (out, &byte) in out.as_chunks_mut::<2>().0.iter_mut().zip(packed) {
@@ -92,7 +93,7 @@ pub(super) fn fp4_row(packed: &[u8], scales: &[f32], out: &mut [f32]) {
 }
 
 /// Widens bfloat16.
-pub(super) fn bf16s(bytes: &[u8], out: &mut [f32]) {
+pub(crate) fn bf16s(bytes: &[u8], out: &mut [f32]) {
     for (out, &[a, b]) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
         *out = f32::from_bits(u32::from(u16::from_le_bytes([a, b])) << 16);
     }
@@ -106,7 +107,7 @@ pub(super) fn f16s(bytes: &[u8], out: &mut [f32]) {
 }
 
 /// Reads single precision.
-pub(super) fn f32s(bytes: &[u8], out: &mut [f32]) {
+pub(crate) fn f32s(bytes: &[u8], out: &mut [f32]) {
     for (out, &four) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
         *out = f32::from_le_bytes(four);
     }
@@ -124,7 +125,7 @@ pub(super) fn first_not_finite(row: &[f32]) -> Option<usize> {
 ///
 /// A block is the scale byte, then 16 bytes whose low nibbles are values 0 to 15 and whose high nibbles are values 16 to 31.
 /// The source has neighbours in one byte. The scale byte stays: MXFP4 doubles its codes and biases its exponent by one more.
-pub(super) fn fp4_row_to_mxfp4(packed: &[u8], scale_bytes: &[u8], out: &mut [u8]) {
+pub(crate) fn fp4_row_to_mxfp4(packed: &[u8], scale_bytes: &[u8], out: &mut [u8]) {
     const LOW: u64 = 0x0f0f_0f0f_0f0f_0f0f;
     let blocks = out.as_chunks_mut::<MXFP4_BLOCK_BYTES>().0.iter_mut();
     for ((block, packed), &scale) in blocks.zip(packed.as_chunks::<8>().0.as_chunks::<2>().0).zip(scale_bytes)

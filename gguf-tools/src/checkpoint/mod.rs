@@ -4,7 +4,7 @@
 //! and never more of it than those rows.
 
 mod check;
-mod decode;
+pub(crate) mod decode;
 mod error;
 mod layout;
 mod read;

@@ -12,6 +12,8 @@ use crate::gguf::Metadata;
 const MODEL: &str = "gpt2";
 /// `tokenizer.ggml.pre` of the release's pre-tokenizer.
 const PRE_TOKENIZER: &str = "joyai-llm";
+/// File of a checkpoint with the tokenizer's special tokens and, in some, the chat template.
+const SETTINGS: &str = "tokenizer_config.json";
 /// The template that is used where a release ships none.
 const OWN_TEMPLATE: &str = include_str!("chat_template.jinja");
 
@@ -74,14 +76,19 @@ impl Tokenizer {
     pub fn of(checkpoint: &Checkpoint) -> Result<Self, CheckpointError> {
         let path = checkpoint.folder().join("tokenizer.json");
         let json = read_json(&path)?;
-        let settings =
-            optional_json(&checkpoint.folder().join("tokenizer_config.json"))?.unwrap_or(Value::Null);
+        let settings = optional_json(&checkpoint.folder().join(SETTINGS))?.unwrap_or(Value::Null);
         let n_tokens = checkpoint.hyper_parameters().vocab_size;
         Self::from_json(&json, &settings, checkpoint.config(), n_tokens)
             .map_err(|problem| CheckpointError::Tokenizer { path, problem })
     }
 
-    fn from_json(json: &Value, settings: &Value, config: &Value, n_tokens: u64) -> Result<Self, String> {
+    /// From the JSON of `tokenizer.json`, `tokenizer_config.json` and `config.json`, or what is wrong with the first.
+    pub(crate) fn from_json(
+        json: &Value,
+        settings: &Value,
+        config: &Value,
+        n_tokens: u64,
+    ) -> Result<Self, String> {
         let model = json.get("model").and_then(Value::as_object).ok_or("has no `model` object")?;
         if model.get("type").and_then(Value::as_str) != Some("BPE") {
             return Err(format!("has model type {}, expected \"BPE\"", json["model"]["type"]));
@@ -119,8 +126,11 @@ const TEMPLATE_SOURCE_KEY: &str = "ggsmith.chat_template_source";
 /// # Errors
 /// As [`Tokenizer::of`] and [`ChatTemplate::of`].
 pub fn metadata(checkpoint: &Checkpoint) -> Result<Metadata, CheckpointError> {
-    let tokenizer = Tokenizer::of(checkpoint)?;
-    let template = ChatTemplate::of(checkpoint)?;
+    Ok(to_metadata(Tokenizer::of(checkpoint)?, ChatTemplate::of(checkpoint)?))
+}
+
+/// The keys of [`metadata`].
+pub(crate) fn to_metadata(tokenizer: Tokenizer, template: ChatTemplate) -> Metadata {
     let mut metadata = Metadata::default();
     metadata.set("tokenizer.ggml.model", MODEL);
     metadata.set("tokenizer.ggml.pre", PRE_TOKENIZER);
@@ -147,7 +157,7 @@ pub fn metadata(checkpoint: &Checkpoint) -> Result<Metadata, CheckpointError> {
     }
     metadata.set("tokenizer.chat_template", template.text);
     metadata.set(TEMPLATE_SOURCE_KEY, template.source);
-    Ok(metadata)
+    metadata
 }
 
 /// The sampling that a checkpoint recommends in `generation_config.json`, as `general.sampling.*`.
@@ -173,18 +183,21 @@ impl ChatTemplate {
     /// If a file is there but cannot be read.
     pub fn of(checkpoint: &Checkpoint) -> Result<Self, CheckpointError> {
         const FILE: &str = "chat_template.jinja";
-        const SETTINGS: &str = "tokenizer_config.json";
         let path = checkpoint.folder().join(FILE);
         if path.exists() {
             let text = fs::read_to_string(&path).map_err(|source| CheckpointError::Io { path, source })?;
             return Ok(Self { text, source: FILE });
         }
         let settings = optional_json(&checkpoint.folder().join(SETTINGS))?;
-        let text = settings.as_ref().and_then(|settings| template_in(&settings["chat_template"]));
-        Ok(match text {
+        Ok(Self::from_settings(&settings.unwrap_or(Value::Null)))
+    }
+
+    /// The template in the JSON of `tokenizer_config.json`, or this program's.
+    pub(crate) fn from_settings(settings: &Value) -> Self {
+        match template_in(&settings["chat_template"]) {
             Some(text) => Self { text: text.to_owned(), source: SETTINGS },
             None => Self { text: OWN_TEMPLATE.to_owned(), source: "ggsmith" },
-        })
+        }
     }
 }
 

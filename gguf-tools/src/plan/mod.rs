@@ -145,7 +145,7 @@ pub struct Plan {
     pub tensors: Vec<PlannedTensor>,
     /// Tensors that get another type than the recipe asks for.
     pub fallbacks: Vec<Fallback>,
-    /// Rules of the recipe that match no tensor, by number from 1.
+    /// Rules of the recipe that match no tensor whose type can be chosen, by number from 1.
     pub idle_rules: Vec<usize>,
     /// Tensors of the source that stay out of the file: drafting heads.
     pub set_aside: SetAside,
@@ -163,19 +163,19 @@ impl Plan {
     pub fn new(source: &dyn WeightSource, recipe: &Recipe, metadata: Metadata) -> Result<Self, PlanError> {
         let specs = source.tensors();
         let n_layers = specs.iter().filter_map(|s| s.layer).max().map_or(1, |last| last + 1);
-        let compiled = recipe.compile(n_layers)?;
+        let compiled = recipe.compile(n_layers).map_err(|problems| PlanError::Recipe { problems })?;
         let idle_rules = compiled.idle_rules(specs);
         let mut chosen = Vec::with_capacity(specs.len());
         let mut fallbacks = Vec::new();
         let mut problems = Vec::new();
         for spec in specs {
-            let wanted = fixed_type(spec).unwrap_or_else(|| compiled.target(spec));
+            let wanted = compiled.target(spec);
             match fitting_type(spec, wanted, recipe.fallback) {
                 Ok(used) => {
                     if used != wanted {
                         fallbacks.push(Fallback {
                             tensor: spec.gguf_name.clone(),
-                            n_columns: *spec.shape.last().unwrap_or(&1),
+                            n_columns: spec.columns(),
                             wanted: wanted.name().to_owned(),
                             used: used.name().to_owned(),
                         });
@@ -271,20 +271,11 @@ fn distinct(names: impl Iterator<Item = String>) -> Vec<String> {
     all
 }
 
-/// Types that no recipe changes: every runtime demands them.
-fn fixed_type(spec: &TensorSpec) -> Option<BlockType> {
-    match spec.family {
-        Family::Norm => Some(BlockType::F32),
-        Family::RoutingTable => Some(BlockType::I32),
-        _ => None,
-    }
-}
-
 /// The type itself if the rows fit it; else `Q8_0`, else `F16`, if a fallback is allowed.
 ///
 /// Both hold any weights at least as well as the types they stand in for, so a plan never gets worse by one.
 fn fitting_type(spec: &TensorSpec, wanted: BlockType, fallback: bool) -> Result<BlockType, String> {
-    let columns = *spec.shape.last().unwrap_or(&1);
+    let columns = spec.columns();
     let writable = wanted == BlockType::I32
         || wanted.format().is_some_and(|f| f.quantizer(crate::block::Guide::default()).is_some());
     if !writable || (wanted == BlockType::I32) != (spec.family == Family::RoutingTable) {
@@ -305,8 +296,8 @@ fn fitting_type(spec: &TensorSpec, wanted: BlockType, fallback: bool) -> Result<
             wanted.values_per_block()
         ));
     }
-    let fits = |t: &BlockType| t.row_bytes(columns).is_some();
-    Ok([BlockType::Q8_0].into_iter().find(fits).unwrap_or(BlockType::F16))
+    let fits = BlockType::Q8_0.row_bytes(columns).is_some();
+    Ok(if fits { BlockType::Q8_0 } else { BlockType::F16 })
 }
 
 /// The types that can be targets of weights.

@@ -14,7 +14,6 @@ use crate::model::{Family, TensorSpec};
 ///
 /// The last rule that matches a tensor decides; without one, the type of its family.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Recipe {
     /// Name of the recipe, recorded in the file.
     pub name: String,
@@ -39,7 +38,6 @@ pub struct Recipe {
 
 /// One exception to the types of the families.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(deny_unknown_fields)]
 pub struct Rule {
     /// Regular expression that the GGUF name must contain a match of; absent: any name.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -57,6 +55,11 @@ pub struct Rule {
     #[serde(rename = "type")]
     pub target: String,
 }
+
+/// Keys of a recipe in TOML.
+const KEYS: [&str; 7] = ["name", "alignment", "objective", "scale_gain", "fallback", "types", "rule"];
+/// Keys of a rule in TOML.
+const RULE_KEYS: [&str; 5] = ["tensor", "families", "last_layers", "layers", "type"];
 
 fn default_alignment() -> u32 {
     4096
@@ -128,9 +131,17 @@ impl Recipe {
     /// # Errors
     /// [`PlanError::Recipe`] with every problem found.
     pub fn from_toml(text: &str) -> Result<Self, PlanError> {
-        let recipe: Self =
-            toml::from_str(text).map_err(|e| PlanError::Recipe { problems: vec![e.to_string()] })?;
-        recipe.compile(1).map(|_| recipe)
+        // A text that is no TOML at all is reported once, by the second reading, which knows lines.
+        let mut problems = text.parse().map_or_else(|_| Vec::new(), |table| unknown_keys(&table));
+        match toml::from_str::<Self>(text) {
+            Err(e) => problems.push(e.to_string().trim_end().to_owned()),
+            Ok(recipe) => match recipe.compile(1) {
+                Err(more) => problems.extend(more),
+                Ok(_) if problems.is_empty() => return Ok(recipe),
+                Ok(_) => {}
+            },
+        }
+        Err(PlanError::Recipe { problems })
     }
 
     /// The recipe that gives every tensor the type it has in a file, with the settings the file records.
@@ -162,8 +173,8 @@ impl Recipe {
     /// Checks every name, pattern and range, for a model of `n_layers` layers.
     ///
     /// # Errors
-    /// [`PlanError::Recipe`] with every problem found.
-    pub(crate) fn compile(&self, n_layers: u32) -> Result<Compiled, PlanError> {
+    /// Every problem found.
+    pub(super) fn compile(&self, n_layers: u32) -> Result<Compiled, Vec<String>> {
         let mut problems = Vec::new();
         let mut types = BTreeMap::new();
         for (family, target) in &self.types {
@@ -171,7 +182,12 @@ impl Recipe {
             if known.is_none() {
                 problems.push(format!("[types]: {}", unknown_family(family)));
             }
-            if let (Some(target), Some(family)) = (parse_type(target, &mut problems), known) {
+            let target = parse_type(target, &format!("[types] {family}"), &mut problems);
+            if let (Some(target), Some(family)) = (target, known) {
+                if let Some(fixed) = fixed_type(family).filter(|fixed| *fixed != target) {
+                    problems
+                        .push(format!("[types] {family}: is always {fixed}, which every runtime demands"));
+                }
                 types.insert(family, target);
             }
         }
@@ -193,7 +209,32 @@ impl Recipe {
             .enumerate()
             .filter_map(|(i, rule)| rule.compile(i + 1, n_layers, &mut problems))
             .collect();
-        if problems.is_empty() { Ok(Compiled { types, rules }) } else { Err(PlanError::Recipe { problems }) }
+        if problems.is_empty() { Ok(Compiled { types, rules }) } else { Err(problems) }
+    }
+}
+
+/// One line for every key that no recipe has: most likely a mistyped one.
+fn unknown_keys(recipe: &toml::Table) -> Vec<String> {
+    let unknown = |place: &str, table: &toml::Table, known: &[&str]| -> Vec<String> {
+        let keys = table.keys().filter(|key| !known.contains(&key.as_str()));
+        keys.map(|key| format!("{place}no key is called `{key}`; known keys: {}", known.join(", "))).collect()
+    };
+    let mut problems = unknown("", recipe, &KEYS);
+    let rules = recipe.get("rule").and_then(toml::Value::as_array).into_iter().flatten();
+    for (i, rule) in rules.enumerate() {
+        let table = rule.as_table();
+        problems
+            .extend(table.map_or_else(Vec::new, |t| unknown(&format!("rule {}: ", i + 1), t, &RULE_KEYS)));
+    }
+    problems
+}
+
+/// The type that no recipe changes, because every runtime demands it.
+pub(super) fn fixed_type(family: Family) -> Option<BlockType> {
+    match family {
+        Family::Norm => Some(BlockType::F32),
+        Family::RoutingTable => Some(BlockType::I32),
+        _ => None,
     }
 }
 
@@ -202,8 +243,8 @@ fn unknown_family(name: &str) -> String {
     format!("no family is called `{name}`; known families: {}", known.join(", "))
 }
 
-fn parse_type(name: &str, problems: &mut Vec<String>) -> Option<BlockType> {
-    name.parse().map_err(|e: UnknownBlockType| problems.push(e.to_string())).ok()
+fn parse_type(name: &str, place: &str, problems: &mut Vec<String>) -> Option<BlockType> {
+    name.parse().map_err(|e: UnknownBlockType| problems.push(format!("{place}: {e}"))).ok()
 }
 
 impl Rule {
@@ -251,7 +292,7 @@ impl Rule {
             (None, Some(last)) => Some((n_layers.saturating_sub(last), u32::MAX)),
             (None, None) => None,
         };
-        let target = parse_type(&self.target, problems)?;
+        let target = parse_type(&self.target, &format!("rule {number}"), problems)?;
         (problems.len() == before).then_some(CompiledRule { pattern, families, layers, target })
     }
 }
@@ -265,7 +306,7 @@ fn parse_layers(text: &str) -> Option<(u32, u32)> {
 
 /// A checked recipe.
 #[derive(Debug)]
-pub(crate) struct Compiled {
+pub(super) struct Compiled {
     types: BTreeMap<Family, BlockType>,
     rules: Vec<CompiledRule>,
 }
@@ -289,17 +330,18 @@ impl CompiledRule {
 
 impl Compiled {
     /// The type that the recipe gives to a tensor.
-    pub(crate) fn target(&self, tensor: &TensorSpec) -> BlockType {
-        self.rules
-            .iter()
-            .rev()
-            .find(|rule| rule.matches(tensor))
-            .map_or(self.types[&tensor.family], |rule| rule.target)
+    pub(super) fn target(&self, tensor: &TensorSpec) -> BlockType {
+        let rule = || self.rules.iter().rev().find(|rule| rule.matches(tensor));
+        fixed_type(tensor.family)
+            .unwrap_or_else(|| rule().map_or(self.types[&tensor.family], |rule| rule.target))
     }
 
-    /// Indices (from 1) of the rules that no tensor matches: most likely a mistyped pattern.
-    pub(crate) fn idle_rules(&self, tensors: &[TensorSpec]) -> Vec<usize> {
-        let idle = |rule: &CompiledRule| !tensors.iter().any(|t| rule.matches(t));
+    /// Numbers (from 1) of the rules that match no tensor whose type a recipe decides: most likely a mistyped pattern.
+    pub(super) fn idle_rules(&self, tensors: &[TensorSpec]) -> Vec<usize> {
+        let idle = |rule: &CompiledRule| {
+            let obeys = |t: &TensorSpec| fixed_type(t.family).is_none_or(|fixed| fixed == rule.target);
+            !tensors.iter().any(|t| rule.matches(t) && obeys(t))
+        };
         self.rules.iter().enumerate().filter(|(_, rule)| idle(rule)).map(|(i, _)| i + 1).collect()
     }
 }

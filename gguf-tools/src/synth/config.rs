@@ -1,11 +1,17 @@
-//! Configurations of synthetic checkpoints.
+//! Configurations of synthetic models.
 
 use serde_json::{Value, json};
 
 use super::{Shape, SynthOptions};
 
-/// `config.json` of a checkpoint of the wanted shape.
-pub(super) fn config(options: &SynthOptions) -> Value {
+impl SynthOptions {
+    /// `config.json` of the model.
+    pub fn config(&self) -> Value {
+        config(self)
+    }
+}
+
+fn config(options: &SynthOptions) -> Value {
     let layers = options.layers.unwrap_or(match options.shape {
         Shape::Tiny => 3,
         Shape::Flash => 43,

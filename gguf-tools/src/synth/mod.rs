@@ -1,10 +1,12 @@
-//! Random but sane checkpoints in the layout of the official releases, for trials and tests without a download.
+//! Random but sane models, for trials and tests without a download: as a checkpoint in the layout of the official
+//! releases, or as a source that a build takes its weights from directly.
 //!
 //! The bytes depend on the options alone. Weights keep the variance of their inputs, so that activations neither explode
 //! nor vanish. Tensors are made row by row: memory stays small whatever the shape.
 
 mod config;
 mod random;
+mod source;
 mod tokenizer;
 mod values;
 
@@ -13,6 +15,8 @@ use std::io::{self, BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use serde_json::{Map, Value, json};
+
+pub use source::SynthSource;
 
 use crate::model::{HyperParameters, ModelError, expected_tensors};
 use crate::progress::{Progress, Step};
@@ -36,7 +40,7 @@ impl Shape {
         [("tiny", Self::Tiny), ("flash", Self::Flash), ("pro", Self::Pro)];
 }
 
-/// What checkpoint to make.
+/// What model to make.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct SynthOptions {
     /// Widths, and the defaults of the other numbers.
@@ -70,7 +74,7 @@ pub struct SynthSummary {
     pub n_shards: usize,
 }
 
-/// Why no checkpoint was written.
+/// Why no model was made.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum SynthError {
@@ -80,6 +84,9 @@ pub enum SynthError {
     /// The options make no model.
     #[error("these options make no model: {0}")]
     Options(#[from] ModelError),
+    /// The vocabulary does not hold the small tokenizer.
+    #[error("the synthetic tokenizer does not fit: {0}")]
+    Tokenizer(String),
     /// A file could not be written.
     #[error("{}: cannot be written: {source}", path.display())]
     Io {
@@ -105,7 +112,7 @@ pub fn write_checkpoint(
     if folder.exists() {
         return Err(SynthError::Exists(folder.to_owned()));
     }
-    let config = config::config(options);
+    let config = options.config();
     let model = HyperParameters::from_config(&config)?;
     let tensors: Vec<Stored> = expected_tensors(&model)
         .iter()

@@ -3,6 +3,7 @@
 use std::sync::LazyLock;
 
 use super::random::{Counter, normal_codes};
+use crate::checkpoint::SourcePrecision;
 use crate::model::{Family, HyperParameters, TensorSpec};
 
 /// Standard deviation of the E4M3 codes; the largest is 3.4 times that and must stay below 448.
@@ -10,7 +11,7 @@ const FP8_DEVIATION: f64 = 128.0;
 /// Standard deviation of the E2M1 codes; the largest is 3.4 times that and about 6.
 const FP4_DEVIATION: f64 = 1.75;
 /// Edge of the square of FP8 values with one scale.
-const FP8_TILE: u64 = 128;
+pub(super) const FP8_TILE: u64 = 128;
 /// FP4 values with one scale.
 const FP4_GROUP: u64 = 32;
 
@@ -112,6 +113,18 @@ impl Stored {
                 plain("BF16", Fill::Bf16 { mean: 0.0, deviation })
             }
         }
+    }
+
+    /// How the values are stored; `None` for scales.
+    pub(super) fn precision(&self) -> Option<SourcePrecision> {
+        Some(match self.fill {
+            Fill::Fp8 => SourcePrecision::Fp8,
+            Fill::Fp4 => SourcePrecision::Fp4,
+            Fill::Scales { .. } => return None,
+            Fill::F32 { .. } => SourcePrecision::F32,
+            Fill::Bf16 { .. } => SourcePrecision::Bf16,
+            Fill::ExpertIds { .. } => SourcePrecision::I64,
+        })
     }
 
     /// Rows; a vector is one.
