@@ -227,6 +227,19 @@ fn a_tensor_whose_region_is_too_short_is_named_and_no_other() {
 }
 
 #[test]
+fn bytes_between_tensors_that_are_not_zero_are_a_warning_with_their_place() {
+    let mut bytes = Tiny::new().bytes(&[]);
+    let sound = report(&bytes);
+    let at = bytes.len();
+    bytes.push(7);
+    let report = report(&bytes);
+    let new: Vec<_> = report.findings.iter().filter(|f| !sound.findings.contains(f)).collect();
+    assert_eq!(new.len(), 1, "{new:?}");
+    assert!(new[0].message.contains("is 7, expected zero padding"), "{new:?}");
+    assert!(new[0].message.contains(&at.to_string()), "{new:?}");
+}
+
+#[test]
 fn a_layer_file_is_recognised_and_needs_its_own_layers_only() {
     let mut tiny = Tiny::new();
     tiny.tensors.retain(|tensor| !tensor.name.starts_with("blk.0.") && tensor.name != "token_embd.weight");

@@ -88,6 +88,7 @@ pub(super) fn read_in_pieces(
                 findings.error(Some(&tensor.name), describe(tensor, &bad));
             }
         }
+        check_padding(gguf, shard, bytes, findings);
         read.files.push(VerifiedFile {
             path: shard.path.display().to_string(),
             file_bytes: shard.file_bytes,
@@ -95,6 +96,26 @@ pub(super) fn read_in_pieces(
         });
     }
     Ok(read)
+}
+
+/// Bytes between tensors and after the last one are zero in every file that was written whole.
+fn check_padding(gguf: &Gguf, shard: &ShardInfo, bytes: &[u8], findings: &mut Findings) {
+    let mut tensors: Vec<_> = gguf.tensors()[shard.tensors.clone()].iter().collect();
+    tensors.sort_by_key(|tensor| tensor.offset_bytes);
+    let start = |tensor: &TensorInfo| (shard.data_offset_bytes + tensor.offset_bytes) as usize;
+    for (i, tensor) in tensors.iter().enumerate() {
+        let end = start(tensor).saturating_add(tensor.n_bytes as usize);
+        let next = tensors.get(i + 1).map_or(bytes.len(), |next| start(next));
+        let gap = bytes.get(end..next.min(bytes.len())).unwrap_or_default();
+        if let Some(at) = gap.iter().position(|&byte| byte != 0) {
+            let message = format!(
+                "byte {} behind it is {}, expected zero padding; another writer's data or a damaged copy",
+                end + at,
+                gap[at]
+            );
+            findings.warning(Some(&tensor.name), message);
+        }
+    }
 }
 
 /// The tensors of a shard that are all there and whose type can judge its blocks; the names of the others are noted.
