@@ -4,13 +4,12 @@
 #   check_with_llamacpp.sh FILE.gguf... LLAMA_BIN_DIR
 #
 # LLAMA_BIN_DIR holds llama-completion (build llama.cpp's target of that name). For a split model give its first shard.
-# PROMPT, N_TOKENS and TIME_LIMIT_S in the environment change the prompt, the number of tokens and the limit a file.
 # Exit status: 0 every file ran, 1 some file did not, 2 wrong usage.
 
 set -u
 
 if [ "$#" -lt 2 ]; then
-    sed -n '2,9s/^#  *//p' "$0" >&2
+    sed -n '2,8s/^#  *//p' "$0" >&2
     exit 2
 fi
 for last in "$@"; do :; done
@@ -20,9 +19,9 @@ if [ ! -x "$program" ]; then
     exit 2
 fi
 
-prompt=${PROMPT:-"The capital of France is"}
-n_tokens=${N_TOKENS:-8}
-limit=${TIME_LIMIT_S:-300}
+prompt="The capital of France is"
+n_tokens=8
+limit=300
 folder=$(mktemp -d) || exit 1
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 130' INT TERM
