@@ -1,5 +1,6 @@
 //! The program as users run it: exit codes, what is printed where, interruptions.
 
+use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -209,8 +210,177 @@ fn quickstart_ends_with_sound_files_that_can_be_made_again() {
 fn completions_and_manual_pages_cover_every_command() {
     let bash = done(&["completions", "bash"]);
     let page = done(&["man"]);
-    for command in ["quantize", "plan", "verify", "inspect", "compare", "synth", "quickstart"] {
+    for command in ["quantize", "plan", "verify", "inspect", "compare", "synth", "quickstart", "run", "bench"]
+    {
         assert!(bash.contains(command) && page.contains(command), "{command}");
         assert!(done(&["man", command]).contains("SYNOPSIS"));
     }
+}
+
+/// The trained model that ships inside.
+fn nano() -> String {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/checkpoint").to_str().unwrap().to_owned()
+}
+
+fn json(text: &str) -> serde_json::Value {
+    serde_json::from_str(text).unwrap()
+}
+
+#[test]
+fn the_nano_model_knows_the_capital_of_france() {
+    let question = "What is the capital of France?";
+    let nano = nano();
+    let answer = done(&["run", "-m", &nano, "--nothink", "--temp", "0", "-p", question]);
+    assert_eq!(answer, "The capital of France is Paris.\n");
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("question.txt");
+    std::fs::write(&file, question).unwrap();
+    let file = file.to_str().unwrap();
+    assert_eq!(done(&["run", "-m", &nano, "--nothink", "--temp", "0", "--prompt-file", file]), answer);
+    let int8 = ["run", "-m", &nano, "--nothink", "--temp", "0", "--activations", "int8", "-p", question];
+    assert_eq!(done(&int8), answer);
+}
+
+#[test]
+fn a_seed_fixes_the_text_at_any_number_of_threads() {
+    let nano = nano();
+    let sampled = |seed: &str, threads: &str| {
+        let text =
+            ["run", "-m", &nano, "--raw", "-p", "The", "-n", "24", "--seed", seed, "--threads", threads];
+        done(&text)
+    };
+    let first = sampled("7", "1");
+    assert_eq!(sampled("7", "2"), first);
+    assert_ne!(sampled("8", "1"), first);
+}
+
+#[test]
+fn dumped_log_probabilities_are_ranked_and_sum_to_at_most_1() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("logprobs.json");
+    let file = path.to_str().unwrap();
+    let nano = nano();
+    done(&["run", "-m", &nano, "--temp", "0", "-n", "5", "--raw", "-p", "The", "--dump-logprobs", file]);
+    let report = json(&std::fs::read_to_string(&path).unwrap());
+    assert_eq!(report["provenance"]["numerics"], "official");
+    let steps = report["steps"].as_array().unwrap();
+    assert_eq!(steps.len(), 5, "as many as generated tokens");
+    for (step, generated) in steps.iter().zip(report["generated_tokens"].as_array().unwrap()) {
+        let top = step["top"].as_array().unwrap();
+        let logprobs: Vec<f64> = top.iter().map(|t| t["logprob"].as_f64().unwrap()).collect();
+        assert_eq!(logprobs.len(), 20);
+        assert!(logprobs.is_sorted_by(|a, b| a >= b), "{logprobs:?}");
+        let sum: f64 = logprobs.iter().map(|p| p.exp()).sum();
+        assert!(sum > 20.0 / 1024.0 && sum <= 1.0 + 1e-12, "{sum}");
+        assert_eq!(&top[0]["token"], generated, "temperature 0 takes the best");
+        assert_eq!((&step["token"], &step["logprob"]), (generated, &top[0]["logprob"]));
+    }
+}
+
+#[test]
+fn prompts_that_are_empty_or_too_long_are_refused_and_limits_hold() {
+    let nano = nano();
+    assert!(fails(&["run", "-m", &nano, "-p", ""], 2).contains("empty"));
+    let words = "one two three four five six seven eight";
+    let long = fails(&["run", "-m", &nano, "--raw", "-p", words, "--ctx", "4"], 1);
+    assert!(long.contains('4') && long.contains("context"), "{long}");
+    let beyond = fails(&["run", "-m", &nano, "-p", "x", "--ctx", "99999999"], 1);
+    assert!(beyond.contains("99999999"), "{beyond}");
+    assert_eq!(done(&["run", "-m", &nano, "--raw", "-p", "The", "-n", "0"]), "\n", "no token, no text");
+    assert!(fails(&["tokenize", "-m", &nano, "-p", ""], 2).contains("empty"));
+}
+
+#[test]
+fn tokens_put_together_are_the_text() {
+    let text = "Größe: 3.14 \u{1f600}\n\tdef f(x): return  x";
+    let rows = json(&done(&["tokenize", "-m", &nano(), "--raw", "--json", "-p", text]));
+    let rows = rows.as_array().unwrap();
+    assert!(rows.len() > 1 && rows.iter().all(|row| row["token"].is_u64()));
+    let whole = gguf_tools::checkpoint::Checkpoint::open(nano()).unwrap();
+    let metadata = gguf_tools::checkpoint::tokenizer::metadata(&whole).unwrap();
+    let tokenizer = runner::tokenizer::Tokenizer::from_metadata(&metadata).unwrap();
+    let tokens: Vec<u32> = rows.iter().map(|row| row["token"].as_u64().unwrap() as u32).collect();
+    assert_eq!(tokenizer.decode(&tokens), text);
+}
+
+#[test]
+fn a_model_does_not_diverge_from_itself() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("text.txt");
+    std::fs::write(&path, "The capital of France is Paris. One two three four five six.").unwrap();
+    let nano = nano();
+    let result = json(&done(&["score", "kld", &nano, &nano, "--text", path.to_str().unwrap(), "--json"]));
+    for row in result.as_array().unwrap() {
+        let comparison = &row["comparison"];
+        assert_eq!(comparison["kl"]["mean"], 0.0, "{comparison}");
+        assert_eq!(comparison["nll_difference"]["mean"], 0.0);
+        assert_eq!(comparison["same_top"]["mean"], 1.0);
+        assert!(comparison["nll"]["mean"].as_f64().unwrap() > 0.5, "the text is no certainty");
+    }
+}
+
+#[test]
+fn bench_measures_every_context_in_the_columns_that_ds4_bench_has() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bench.csv");
+    let nano = nano();
+    let with = |more: &[&str]| {
+        let mut all = vec!["bench", "-m", &nano, "--gen-tokens", "2", "--bandwidth", "10"];
+        all.extend(more);
+        done(&all)
+    };
+    let csv = path.to_str().unwrap();
+    let table = with(&["--ctx-start", "8", "--ctx-max", "30", "--step-incr", "8", "--csv", csv]);
+    let written = std::fs::read_to_string(&path).unwrap();
+    let mut lines = written.lines();
+    let header = lines.next().unwrap();
+    assert!(
+        header.starts_with("ctx_tokens,prefill_tokens,prefill_tps,gen_tokens,gen_tps,kvcache_bytes,"),
+        "{header}"
+    );
+    let rows: Vec<Vec<f64>> =
+        lines.map(|line| line.split(',').map(|cell| cell.parse().unwrap()).collect()).collect();
+    let column = |i: usize| rows.iter().map(|row| row[i]).collect::<Vec<_>>();
+    assert_eq!(column(0), [8.0, 16.0, 24.0, 30.0], "the last context is the largest asked for");
+    assert_eq!(column(1), [8.0, 8.0, 8.0, 6.0], "only new tokens are read");
+    assert_eq!(column(3), [2.0; 4]);
+    assert!(column(5).is_sorted() && column(5)[0] > 0.0);
+    assert!(rows.iter().all(|row| row.len() == header.split(',').count() && row.iter().all(|v| *v > 0.0)));
+    assert!(table.contains("roofline_share") && table.contains("the given read bandwidth"), "{table}");
+
+    let report = json(&with(&["--ctx-start", "8", "--ctx-max", "32", "--step-mul", "2", "--json"]));
+    let rows = report["rows"].as_array().unwrap();
+    assert_eq!(rows.iter().map(|r| r["ctx_tokens"].as_u64().unwrap()).collect::<Vec<_>>(), [8, 16, 32]);
+    let bytes = &report["bytes_per_token"];
+    for row in rows {
+        let expected = bytes["total"].as_f64().unwrap() * row["gen_tps"].as_f64().unwrap() / 10e9;
+        assert!((row["roofline_share"].as_f64().unwrap() / expected - 1.0).abs() < 1e-9);
+    }
+    // 4 of 16 experts: FP4 codes and scales as tools/nano/README.md counts them.
+    assert_eq!(bytes["parts"]["routed"], 6_684_672 / 4);
+    let base = ["bench", "-m", &nano, "--ctx-start"];
+    assert!(fails(&[&base[..], &["20", "--ctx-max", "10"]].concat(), 2).contains("--ctx-max"));
+    assert!(fails(&[&base[..], &["8", "--step-mul", "1"]].concat(), 2).contains("--step-mul"));
+}
+
+#[test]
+#[cfg(unix)]
+fn an_interrupted_bench_prints_what_it_has_measured() {
+    let mut child = ggsmith()
+        .args(["bench", "-m", &nano(), "--gen-tokens", "1", "--bandwidth", "10", "--json"])
+        .args(["--ctx-start", "4", "--step-incr", "4", "--ctx-max", "4000"])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut messages = BufReader::new(child.stderr.take().unwrap()).lines();
+    messages.next().unwrap().unwrap();
+    assert!(Command::new("kill").args(["-INT", &child.id().to_string()]).status().unwrap().success());
+    // Read on, or the child may wait for room in the pipe.
+    let n_steps = 1 + messages.map_while(Result::ok).count();
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(output.status.code(), Some(130));
+    let report = json(&text(&output.stdout));
+    assert_eq!(report["rows"].as_array().unwrap().len(), n_steps);
+    assert!(n_steps < 1000, "it did not stop");
 }

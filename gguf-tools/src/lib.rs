@@ -4,6 +4,7 @@
 //! [`plan::Plan`] (every tensor, type, offset and the final size; no data read) ->
 //! [`build`] (streams, resumes) -> [`gguf::Gguf`].
 
+pub mod account;
 pub mod block;
 pub mod build;
 pub mod checkpoint;

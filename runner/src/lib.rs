@@ -2,6 +2,7 @@
 //!
 //! [`forward`] is the model, [`ops`] the operations it is written in, [`cpu`] their implementation.
 
+pub mod bandwidth;
 pub mod chat;
 pub mod cpu;
 pub mod error;

@@ -1,6 +1,7 @@
 //! The commands. Each file: the arguments of one, and what it prints.
 
 mod arguments;
+mod bench;
 mod compare;
 mod inspect;
 mod model;
@@ -45,6 +46,8 @@ enum Command {
     Compare(compare::Arguments),
     /// Generate text.
     Run(run::Arguments),
+    /// Measure how fast a model reads and writes as the context grows.
+    Bench(bench::Arguments),
     /// Show the tokens of a text.
     Tokenize(run::TokenizeArguments),
     /// Measure how close a file's predictions are to another's.
@@ -68,6 +71,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Verify(a) => verify::run(&a),
         Command::Compare(a) => compare::run(&a),
         Command::Run(a) => run::run(&a),
+        Command::Bench(a) => bench::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
         Command::Synth(a) => synth::run(&a),

@@ -61,6 +61,15 @@ impl ModelArguments {
         Ok(Model::open(&self.model, self.compute.options()?)?)
     }
 
+    pub(super) fn path(&self) -> &Path {
+        &self.model
+    }
+
+    /// Threads as asked for: 0 for all processors.
+    pub(super) fn n_threads(&self) -> usize {
+        self.compute.threads
+    }
+
     pub(super) fn tokenizer(&self) -> anyhow::Result<Tokenizer> {
         tokenizer(&self.model)
     }

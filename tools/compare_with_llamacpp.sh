@@ -1,0 +1,46 @@
+#!/bin/sh
+# Compares the next-token distributions of our CPU runner with llama.cpp's on the same GGUF files.
+#
+#   compare_with_llamacpp.sh TEXT FILE.gguf... LLAMA_BIN_DIR
+#
+# LLAMA_BIN_DIR holds llama-perplexity. The text is cut into chunks of CONTEXT tokens (512); the second half of each is
+# compared. CACHE is the type of llama.cpp's cache (f32), CHUNKS the most chunks (-1: all), all from the environment.
+# Exit status: 0 compared, 1 something failed, 2 wrong usage.
+
+set -u
+
+if [ "$#" -lt 3 ]; then
+    sed -n '2,9s/^#  *//p' "$0" >&2
+    exit 2
+fi
+for last in "$@"; do :; done
+program=$last/llama-perplexity
+if [ ! -x "$program" ]; then
+    echo "no llama-perplexity in $last: give the folder of llama.cpp's programs as the last argument" >&2
+    exit 2
+fi
+text=$1
+shift
+
+context=${CONTEXT:-512}
+cache=${CACHE:-f32}
+folder=$(mktemp -d) || exit 1
+trap 'rm -rf "$folder"' EXIT
+trap 'exit 130' INT TERM
+here=$(dirname "$0")
+cargo build --quiet --release --manifest-path "$here/../Cargo.toml" -p runner --example against_llamacpp || exit 1
+compare=${CARGO_TARGET_DIR:-$here/../target}/release/examples/against_llamacpp
+
+while [ "$#" -gt 1 ]; do
+    # One chunk a batch, so that llama.cpp meets every sequence alone, as we do.
+    if ! "$program" --model "$1" --file "$text" --ctx-size "$context" --batch-size "$context" --ubatch-size "$context" \
+        --cache-type-k "$cache" --cache-type-v "$cache" --flash-attn off --gpu-layers 0 --chunks "${CHUNKS:--1}" \
+        --kl-divergence-base "$folder/saved" </dev/null >"$folder/log" 2>&1; then
+        echo "llama.cpp failed on $1:" >&2
+        tail -n 5 "$folder/log" >&2
+        exit 1
+    fi
+    echo "$1 (llama.cpp with $cache cache)"
+    "$compare" "$1" "$folder/saved" || exit 1
+    shift
+done
