@@ -128,6 +128,10 @@ fn wrong_usage_exits_with_2_and_says_what_is_expected() {
     assert!(fails(&["plan", "--hf", &checkpoint, "--experts", "Q9_K"], 2).contains("IQ2_XXS"));
     assert!(fails(&["plan", "--hf", &checkpoint, "--tensor-type", "oops"], 2).contains("REGEX=TYPE"));
     assert!(fails(&["plan", "--hf", &checkpoint, "--imatrix-strict"], 2).contains("--imatrix"));
+    for flag in [&["--recipe", "q2"][..], &["--routed", "Q4_K"], &["--overwrite"]] {
+        let alone = [&["synth", "--out", "x"], flag].concat();
+        assert!(fails(&alone, 2).contains("--gguf"), "{flag:?} is for a GGUF");
+    }
     assert!(fails(&["frobnicate"], 2).contains("frobnicate"));
     assert!(fails(&["man", "frobnicate"], 2).contains("frobnicate"));
 }
@@ -168,6 +172,36 @@ fn first_shard(checkpoint: &str) -> PathBuf {
         .collect();
     shards.sort();
     shards[0].clone()
+}
+
+#[test]
+fn synth_writes_a_gguf_without_a_checkpoint_whose_tensors_are_those_of_the_quantized_one() {
+    let setting = Setting::new();
+    let made = setting.path("made.gguf");
+    let synth = |more: &[&str]| {
+        run(&[&["synth", "--quiet", "--gguf", "--out", &made, "--recipe", "q4", "--routed", "Q2_K"], more]
+            .concat())
+    };
+    let first = synth(&["--json"]);
+    assert_eq!(first.status.code(), Some(0), "{}", text(&first.stderr));
+    let report: serde_json::Value = serde_json::from_slice(&first.stdout).unwrap();
+    assert_eq!(report["file_bytes"].as_u64(), Some(std::fs::metadata(&made).unwrap().len()));
+    done(&borrowed(&setting.quantize("built.gguf", &["--recipe", "q4", "--experts", "Q2_K"])));
+    let open = |path: &str| gguf_tools::gguf::Gguf::open(path).unwrap();
+    let (made_file, built) = (open(&made), open(&setting.path("built.gguf")));
+    assert_eq!(made_file.tensors().len(), built.tensors().len());
+    for tensor in built.tensors() {
+        let other = made_file.tensor(&tensor.name).unwrap();
+        assert_eq!(tensor.block_type, other.block_type, "{}", tensor.name);
+        assert!(built.data(tensor).unwrap() == made_file.data(other).unwrap(), "{}", tensor.name);
+    }
+    done(&["verify", &made]);
+    let refused = synth(&[]);
+    assert_eq!(refused.status.code(), Some(1));
+    assert!(text(&refused.stderr).contains("--overwrite"));
+    let again = synth(&["--overwrite", "--experts", "4"]);
+    assert_eq!(again.status.code(), Some(0), "{}", text(&again.stderr));
+    assert!(std::fs::metadata(&made).unwrap().len() < report["file_bytes"].as_u64().unwrap());
 }
 
 #[test]

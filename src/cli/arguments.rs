@@ -47,9 +47,12 @@ impl SourceArguments {
     }
 }
 
+/// Heading of the recipe's flags in the help. It would hold for all flags that follow: groups with headings come last.
+pub(crate) const RECIPE_HEADING: &str = "What tensors become";
+
 /// What becomes of the tensors.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "What tensors become")]
+#[command(next_help_heading = RECIPE_HEADING)]
 pub(crate) struct RecipeArguments {
     /// q2, q2-q4, q4, mxfp4, or a TOML file as `plan --emit-recipe` prints it.
     #[arg(long, value_name = "NAME|FILE", default_value = "q2")]

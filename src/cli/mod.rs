@@ -52,7 +52,7 @@ enum Command {
     Tokenize(run::TokenizeArguments),
     /// Measure how close a file's predictions are to another's.
     Score(score::Arguments),
-    /// Write a random but sane checkpoint of any shape.
+    /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
     Completions(shell::CompletionArguments),

@@ -17,10 +17,6 @@ use crate::render::units;
 pub(crate) struct Arguments {
     #[command(flatten)]
     source: SourceArguments,
-    #[command(flatten)]
-    recipe: RecipeArguments,
-    #[command(flatten)]
-    importance: ImportanceArguments,
     /// Where the file would go: its folder is asked for free space.
     #[arg(long, value_name = "FILE")]
     out: Option<PathBuf>,
@@ -36,6 +32,10 @@ pub(crate) struct Arguments {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    recipe: RecipeArguments,
+    #[command(flatten)]
+    importance: ImportanceArguments,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {

@@ -25,10 +25,6 @@ pub(crate) struct Arguments {
     /// The file to write.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
-    #[command(flatten)]
-    recipe: RecipeArguments,
-    #[command(flatten)]
-    importance: ImportanceArguments,
     /// Print the plan and stop.
     #[arg(long)]
     dry_run: bool,
@@ -50,6 +46,10 @@ pub(crate) struct Arguments {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    #[command(flatten)]
+    recipe: RecipeArguments,
+    #[command(flatten)]
+    importance: ImportanceArguments,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -85,19 +85,19 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let result =
         build(&plan, source.as_ref(), importance_of(matrix.as_ref()), &arguments.out, options, &reporter);
     reporter.finish();
-    let report = result?;
-    if arguments.json {
-        print_json(&report)?;
-    } else {
-        print(&closing_text(&report))?;
-    }
+    print_report(&result?, arguments.json)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// What a build did.
+pub(crate) fn print_report(report: &BuildReport, json: bool) -> anyhow::Result<()> {
+    if json { print_json(report) } else { print(&closing_text(report)) }
 }
 
 /// Things in a plan that are most likely not meant.
 pub(crate) fn warn_of(plan: &Plan) {
     for number in &plan.idle_rules {
-        eprintln!("warning: rule {number} of the recipe matches no tensor");
+        eprintln!("warning: rule {number} of the recipe matches no tensor whose type can be chosen");
     }
 }
 
