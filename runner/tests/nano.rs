@@ -203,7 +203,8 @@ fn exact_recipe(experts: BlockType) -> Recipe {
     let mut recipe = Recipe::built_in("mxfp4").unwrap();
     for target in recipe.types.values_mut().filter(|target| *target != BlockType::I32.name()) {
         let is_expert = *target == BlockType::Mxfp4.name();
-        *target = if is_expert { experts } else { BlockType::F32 }.name().to_owned();
+        let exact = if is_expert { experts } else { BlockType::F32 };
+        exact.name().clone_into(target);
     }
     recipe
 }
