@@ -3,8 +3,8 @@
 #
 #   compare_with_llamacpp.sh TEXT FILE.gguf... LLAMA_BIN_DIR
 #
-# LLAMA_BIN_DIR holds llama-perplexity. The text is cut into chunks of CONTEXT tokens (512); the second half of each is
-# compared. CACHE is the type of llama.cpp's cache (f32), CHUNKS the most chunks (-1: all), all from the environment.
+# LLAMA_BIN_DIR holds llama-perplexity. The text is cut into chunks of 512 tokens; the second half of each is
+# compared. llama.cpp keeps its cache in f32.
 # Exit status: 0 compared, 1 something failed, 2 wrong usage.
 
 set -u
@@ -22,8 +22,8 @@ fi
 text=$1
 shift
 
-context=${CONTEXT:-512}
-cache=${CACHE:-f32}
+context=512
+cache=f32
 folder=$(mktemp -d) || exit 1
 trap 'rm -rf "$folder"' EXIT
 trap 'exit 130' INT TERM
@@ -34,7 +34,7 @@ compare=${CARGO_TARGET_DIR:-$here/../target}/release/examples/against_llamacpp
 while [ "$#" -gt 1 ]; do
     # One chunk a batch, so that llama.cpp meets every sequence alone, as we do.
     if ! "$program" --model "$1" --file "$text" --ctx-size "$context" --batch-size "$context" --ubatch-size "$context" \
-        --cache-type-k "$cache" --cache-type-v "$cache" --flash-attn off --gpu-layers 0 --chunks "${CHUNKS:--1}" \
+        --cache-type-k "$cache" --cache-type-v "$cache" --flash-attn off --gpu-layers 0 --chunks "-1" \
         --kl-divergence-base "$folder/saved" </dev/null >"$folder/log" 2>&1; then
         echo "llama.cpp failed on $1:" >&2
         tail -n 5 "$folder/log" >&2
