@@ -5,6 +5,7 @@
 pub mod bandwidth;
 pub mod chat;
 pub mod cpu;
+pub mod cuda;
 pub mod error;
 pub mod forward;
 pub mod load;
