@@ -400,7 +400,7 @@ impl<B: Backend> Network<B> {
         for piece in &part.pieces {
             let cache = &mut caches[piece.sequence];
             let on_device = row_places.part(&piece.rows);
-            let mut compress = |cache: &mut B::Cache, target, rest, values, gates| {
+            let compress = |cache: &mut B::Cache, target, rest, values, gates| {
                 let at = on_device.clone();
                 b.compress(cache, target, values, gates, piece, at, rest, &a.rope, epsilon, pass.numerics)
             };
@@ -493,7 +493,7 @@ impl<B: Backend> Network<B> {
         let b = backend;
         let x = b.hc_head(streams, &self.head_mix, self.hyper_constants())?;
         pass.see(b, Site::HeadCollapsed, None, places, &x)?;
-        let x = b.rms_norm(&x, &self.output_norm, self.hyper_parameters.rms_norm_eps);
+        let x = b.rms_norm(&x, &self.output_norm, self.hyper_parameters.rms_norm_eps)?;
         pass.see(b, Site::FinalNorm, None, places, &x)?;
         let logits = linear(b, &x, &self.output)?;
         pass.see(b, Site::Logits, None, places, &logits)?;

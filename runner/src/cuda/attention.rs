@@ -1,9 +1,8 @@
 //! Queries, caches and attention on the device, (4.4 to 4.6).
 
-use super::backend::{CudaBackend, CudaChosen, CudaRope, CudaTensor};
+use super::backend::{CudaBackend, CudaChosen, CudaRope, CudaTensor, CudaVector};
 use super::cache::{CudaCache, Rows, overlapping};
 use super::driver::{Arguments, Launch};
-use super::pool::PoolBuffer;
 use crate::error::RunnerError;
 use crate::ops::{CompressedRows, Compressor, Numerics, Piece, RowPlaces, Selection};
 
@@ -148,8 +147,8 @@ impl CudaBackend {
             .read(gates.rows(&piece.rows))
             .read(store.values.view())
             .read(store.gates.view())
-            .read(weights.position_bias.view())
-            .read(weights.norm.view())
+            .read(weights.position_bias.values.view())
+            .read(weights.norm.values.view())
             .read(rope.frequencies.view())
             .read(places.positions());
         let arguments = write_rows(arguments, &mut store.rows)
@@ -227,7 +226,6 @@ impl CudaBackend {
             .int(if keep_scores { 0 } else { top_k })
             .float(factor);
         let shared = (n_heads * width * size_of::<f32>()) as u32;
-        self.gpu.kernels.kernel("indexer", &name)?.allow_shared(shared)?;
         let shape = Launch::new(n_rows.div_ceil(ROWS_PER_BLOCK), 256).by(n_queries).shared(shared);
         self.launch("indexer", &name, shape, arguments)?;
         if n_rows > top_k {
@@ -255,11 +253,11 @@ impl CudaBackend {
         piece: &Piece,
         places: &RowPlaces<'_, Self>,
         selection: &Selection<CudaChosen>,
-        sinks: &PoolBuffer<f32>,
+        sinks: &CudaVector,
         rope: &CudaRope,
         output: &mut CudaTensor,
     ) -> Result<(), RunnerError> {
-        let (n_heads, head_dim) = (sinks.len(), cache.shape.head_dim);
+        let (n_heads, head_dim) = (sinks.values.len(), cache.shape.head_dim);
         let (n_tokens, window, ratio) = (piece.rows.len(), cache.shape.window, cache.shape.ratio);
         let stores = cache.stores();
         let (kind, top_k, chosen) = match selection {
@@ -289,7 +287,7 @@ impl CudaBackend {
             None => arguments.null(),
         };
         let arguments = arguments
-            .read(sinks.view())
+            .read(sinks.values.view())
             .read(rope.frequencies.view())
             .read(places.positions())
             .write(&output.values.slice_mut(range.clone()));
@@ -316,7 +314,7 @@ impl CudaBackend {
         let Some(parts) = parts else { return Ok(()) };
         let arguments = Arguments::new()
             .read(parts.view())
-            .read(sinks.view())
+            .read(sinks.values.view())
             .read(rope.frequencies.view())
             .read(places.positions())
             .write(&output.values.slice_mut(range))

@@ -59,13 +59,20 @@ impl CudaTensor {
     }
 }
 
+/// A few weights on the device.
+pub struct CudaVector {
+    pub(super) values: PoolBuffer<f32>,
+}
+
 /// Rotary frequencies on the device.
 pub struct CudaRope {
     pub(super) frequencies: PoolBuffer<f32>,
 }
 
 /// A router's rule on the device.
-pub enum CudaRouterRule {
+pub struct CudaRouterRule(Rule);
+
+enum Rule {
     /// `[vocabulary, n_used]`.
     Hash(PoolBuffer<u32>),
     /// `[n_experts]`.
@@ -286,7 +293,7 @@ impl Backend for CudaBackend {
     type Tensor = CudaTensor;
     type Matrix = Matrix;
     type Experts = ExpertMatrices;
-    type Vector = PoolBuffer<f32>;
+    type Vector = CudaVector;
     type Rope = CudaRope;
     type RouterRule = CudaRouterRule;
     type Places = CudaPlaces;
@@ -316,8 +323,8 @@ impl Backend for CudaBackend {
         Ok(ExpertMatrices::new(places.gate.len(), gate, up, down)?)
     }
 
-    fn vector(&self, values: Vec<f32>) -> Result<PoolBuffer<f32>, RunnerError> {
-        Ok(self.kept_values(&values, "a vector of weights")?)
+    fn vector(&self, values: Vec<f32>) -> Result<CudaVector, RunnerError> {
+        Ok(CudaVector { values: self.kept_values(&values, "a vector of weights")? })
     }
 
     fn rope(&self, rope: Rope) -> Result<CudaRope, RunnerError> {
@@ -325,13 +332,13 @@ impl Backend for CudaBackend {
     }
 
     fn router_rule(&self, rule: RouterRule) -> Result<CudaRouterRule, RunnerError> {
-        Ok(match rule {
+        Ok(CudaRouterRule(match rule {
             RouterRule::Hash(table) => {
                 let table: Vec<u32> = table.iter().map(|&expert| expert as u32).collect();
-                CudaRouterRule::Hash(self.kept_values(&table, "a table of experts by token")?)
+                Rule::Hash(self.kept_values(&table, "a table of experts by token")?)
             }
-            RouterRule::Bias(bias) => CudaRouterRule::Bias(self.kept_values(&bias, "router biases")?),
-        })
+            RouterRule::Bias(bias) => Rule::Bias(self.kept_values(&bias, "router biases")?),
+        }))
     }
 
     fn places(&self, tokens: &[u32], positions: &[usize]) -> Result<CudaPlaces, RunnerError> {
@@ -485,8 +492,8 @@ impl Backend for CudaBackend {
         let arguments = Arguments::new()
             .read(streams.values.view())
             .read(mixes.values.view())
-            .read(weights.scale.view())
-            .read(weights.base.view())
+            .read(weights.scale.values.view())
+            .read(weights.base.values.view())
             .write(&x.values.view_mut())
             .write(&post.values.view_mut())
             .write(&comb.values.view_mut())
@@ -527,8 +534,8 @@ impl Backend for CudaBackend {
         let arguments = Arguments::new()
             .read(streams.values.view())
             .read(mixes.values.view())
-            .read(weights.scale.view())
-            .read(weights.base.view())
+            .read(weights.scale.values.view())
+            .read(weights.base.values.view())
             .write(&x.values.view_mut())
             .int(streams.width / m)
             .int(m)
@@ -541,13 +548,13 @@ impl Backend for CudaBackend {
     fn rms_norm(
         &self,
         input: &CudaTensor,
-        weights: &PoolBuffer<f32>,
+        weights: &CudaVector,
         epsilon: f32,
     ) -> Result<CudaTensor, RunnerError> {
         let mut output = self.tensor(input.tokens, input.width)?;
         let arguments = Arguments::new()
             .read(input.values.view())
-            .read(weights.view())
+            .read(weights.values.view())
             .write(&output.values.view_mut())
             .int(input.width)
             .float(epsilon);
@@ -590,13 +597,13 @@ impl Backend for CudaBackend {
     fn project_out(
         &self,
         tensor: &mut CudaTensor,
-        direction: &PoolBuffer<f32>,
+        direction: &CudaVector,
         scale: f32,
     ) -> Result<(), RunnerError> {
         let shape = Launch::new(tensor.tokens, row_threads(tensor.width));
         let arguments = Arguments::new()
             .write(&tensor.values.view_mut())
-            .read(direction.view())
+            .read(direction.values.view())
             .int(tensor.width)
             .float(scale);
         self.launch("rows", "project_out", shape, arguments)
@@ -681,7 +688,7 @@ impl Backend for CudaBackend {
         piece: &Piece,
         places: RowPlaces<'_, Self>,
         selection: &Selection<CudaChosen>,
-        sinks: &PoolBuffer<f32>,
+        sinks: &CudaVector,
         rope: &CudaRope,
         output: &mut CudaTensor,
     ) -> Result<(), RunnerError> {
@@ -702,12 +709,12 @@ impl Backend for CudaBackend {
         let mut experts = self.pool.take(tokens * n_used, "the router's choice")?;
         let mut weights = self.pool.take(tokens * n_used, "the router's weights")?;
         let arguments = Arguments::new().read(logits.values.view());
-        let (name, shape, arguments) = match rule {
-            CudaRouterRule::Hash(table) => {
+        let (name, shape, arguments) = match &rule.0 {
+            Rule::Hash(table) => {
                 let arguments = arguments.read(table.view()).read(places.tokens());
                 ("route_by_table", Launch::new(tokens.div_ceil(64), 64), arguments)
             }
-            CudaRouterRule::Bias(bias) => {
+            Rule::Bias(bias) => {
                 ("route_by_score", Launch::new(tokens.div_ceil(8), 256), arguments.read(bias.view()))
             }
         };
@@ -749,7 +756,8 @@ impl Backend for CudaBackend {
         })?;
         if let (Some(tap), Some(mids)) = (tap, mids) {
             let (inputs, mids) = (self.read(input)?, self.read(&mids)?);
-            show_experts(tap, &self.read_routing(routing)?, &inputs, input.width, &mids, experts.width());
+            let routing = self.read_routing(routing)?;
+            show_experts(tap, &routing, &inputs, input.width, &mids, experts.width());
         }
         Ok(output)
     }

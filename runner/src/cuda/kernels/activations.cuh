@@ -1,41 +1,16 @@
-// What all kernels share. Compiled by NVRTC without headers, in front of every other file of this folder.
-// Multiplications and additions are contracted only where fmaf is written: equal inputs give equal bits in every kernel.
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+// What kernels on activations share, behind common.cuh. They are compiled without contraction: products and sums become
+// one operation only where fmaf is written, so that equal inputs give equal bits in every kernel.
 
 #define NEGATIVE_INFINITY __int_as_float(0xff800000)
-
-static __device__ __forceinline__ float half_to_float(u16 h) {
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(h));
-    return f;
-}
-
-// Round to nearest even; beyond the largest half: infinity.
-static __device__ __forceinline__ u16 float_to_half(float f) {
-    u16 h;
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(f));
-    return h;
-}
 
 static __device__ __forceinline__ void store(u16* to, float value) { *to = float_to_half(value); }
 static __device__ __forceinline__ void store(float* to, float value) { *to = value; }
 static __device__ __forceinline__ float load(const u16* from) { return half_to_float(*from); }
 static __device__ __forceinline__ float load(const float* from) { return *from; }
 
-// Every lane gets the sum; the order is that of a butterfly, the same always.
-static __device__ __forceinline__ float warp_sum(float value) {
-#pragma unroll
-    for (int offset = 16; offset; offset >>= 1) value += __shfl_xor_sync(~0u, value, offset);
-    return value;
-}
-
 static __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
-    for (int offset = 16; offset; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(~0u, value, offset));
+    for (int offset = 16; offset; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, offset));
     return value;
 }
 
@@ -108,7 +83,7 @@ static __device__ __forceinline__ void rotate_and_round_to_fp4(float (&v)[N], in
     for (int apart = 1; apart < 32; apart *= 2)
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            float other = __shfl_xor_sync(~0u, v[i], apart);
+            float other = __shfl_xor_sync(ALL_LANES, v[i], apart);
             v[i] = (lane & apart) ? other - v[i] : v[i] + other;
         }
     float largest = 0.0f;
@@ -120,7 +95,7 @@ static __device__ __forceinline__ void rotate_and_round_to_fp4(float (&v)[N], in
     // A group of 32 values lies in 32 / N lanes.
 #pragma unroll
     for (int apart = 1; apart < 32 / N; apart *= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, apart));
+        largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, apart));
 #pragma unroll
     for (int i = 0; i < N; i++) v[i] = round_to_fp4(v[i], largest);
 }
