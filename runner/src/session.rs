@@ -143,6 +143,17 @@ impl Model {
                 return Err(RunnerError::BadOption { option, found: "0".into(), expected: "at least 1" });
             }
         }
+        let fits = match options.processor {
+            Processor::Cpu => options.activations != ActivationPrecision::Mixed,
+            Processor::Cuda(_) => options.activations != ActivationPrecision::Int8,
+        };
+        if !fits {
+            return Err(RunnerError::BadOption {
+                option: "activations",
+                found: options.activations.name().into(),
+                expected: "f32 or int8 on a CPU, f32 or mixed on a GPU",
+            });
+        }
         let n_threads = options.n_threads;
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(n_threads)

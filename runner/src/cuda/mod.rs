@@ -10,6 +10,7 @@
 mod attention;
 mod backend;
 mod cache;
+pub mod check;
 pub mod driver;
 mod error;
 pub mod matrix;
