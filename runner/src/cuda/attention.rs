@@ -223,7 +223,7 @@ impl CudaBackend {
             .int(n_heads)
             .int(n_rows)
             .int(ratio)
-            .int(if keep_scores { 0 } else { top_k })
+            .int(if keep_scores { u32::MAX as usize } else { top_k })
             .float(factor);
         let shared = (n_heads * width * size_of::<f32>()) as u32;
         let shape = Launch::new(n_rows.div_ceil(ROWS_PER_BLOCK), 256).by(n_queries).shared(shared);

@@ -398,8 +398,8 @@ impl Backend for CudaBackend {
             Ok::<(), RunnerError>(())
         });
         self.pool.set_closed(false);
-        let result = result.expect("recorded, or failed");
-        Ok(Recorded::Kept(CudaRecording { graph: graph?, result }))
+        let graph = graph?;
+        Ok(Recorded::Kept(CudaRecording { graph, result: result.expect("the pass was recorded") }))
     }
 
     fn repeat<'a>(&self, recording: &'a CudaRecording) -> Result<&'a CudaTensor, RunnerError> {

@@ -35,19 +35,24 @@ struct Lab<'a, B> {
 type Results = Vec<(&'static str, usize, Vec<f32>)>;
 
 impl<B: Backend> Lab<'_, B> {
-    fn matrix(
+    fn matrix(&self, matrix: OneMatrix) -> Result<B::Matrix, RunnerError> {
+        let (source, place) = matrix.shared();
+        self.backend.matrix(&source, place)
+    }
+
+    fn random(
         &self,
         block_type: BlockType,
+        rows: usize,
         columns: usize,
-        values: &[f32],
+        seed: u64,
     ) -> Result<B::Matrix, RunnerError> {
-        let (source, place) = made(self.h, block_type, columns, values).shared();
-        self.backend.matrix(&source, place)
+        self.matrix(random(self.h, block_type, rows, columns, seed))
     }
 
     /// `[.., width]` values as a tensor: rows of a table.
     fn tensor(&self, values: &[f32], width: usize) -> Result<B::Tensor, RunnerError> {
-        let table = self.matrix(BlockType::F32, width, values)?;
+        let table = self.matrix(OneMatrix::table(self.h, width, values))?;
         let n = values.len() / width;
         let ids: Vec<u32> = (0..n as u32).collect();
         let places = self.backend.places(&ids, &vec![0; n])?;
@@ -63,8 +68,8 @@ impl<B: Backend> Lab<'_, B> {
     }
 }
 
-fn made(h: &HyperParameters, block_type: BlockType, columns: usize, values: &[f32]) -> OneMatrix {
-    OneMatrix::new(h, block_type, columns, values).expect("columns are whole blocks of a type that can be written")
+fn random(h: &HyperParameters, block_type: BlockType, rows: usize, columns: usize, seed: u64) -> OneMatrix {
+    OneMatrix::random(h, block_type, rows, columns, seed).expect("whole blocks of a type that can be written")
 }
 
 fn rope(n_pairs: usize) -> Rope {
@@ -155,8 +160,7 @@ impl Operation {
                 Ok(vec![("experts", used, chosen), ("weights", used, routing.weights.clone())])
             }
             Self::Products { block_type, tokens, rows, columns, groups } => {
-                let values = scaled(noise(2, rows * columns), columns);
-                let matrix = lab.matrix(block_type, columns, &values)?;
+                let matrix = lab.random(block_type, rows, columns, 2)?;
                 let x = lab.noise(1, tokens, groups * columns)?;
                 let product = if groups == 1 {
                     b.linear_many(&x, &[&matrix])?.swap_remove(0)
@@ -169,13 +173,10 @@ impl Operation {
                 Ok(vec![("products", rows, lab.read(&product)?), ("rows taken", columns, lab.read(&taken)?)])
             }
             Self::Shared { block_type, tokens, width, inner } => {
-                let up = scaled(noise(2, inner * width), width);
-                let down = scaled(noise(3, inner * width), inner);
-                let gate = scaled(noise(4, inner * width), width);
                 let expert = GatedFfn {
-                    gate: lab.matrix(block_type, width, &gate)?,
-                    up: lab.matrix(block_type, width, &up)?,
-                    down: lab.matrix(block_type, inner, &down)?,
+                    gate: lab.random(block_type, inner, width, 2)?,
+                    up: lab.random(block_type, inner, width, 3)?,
+                    down: lab.random(block_type, width, inner, 4)?,
                 };
                 let x = lab.noise(1, tokens, width)?;
                 Ok(vec![("shared expert", width, lab.read(&b.shared_expert(&x, &expert, 10.0)?)?)])
@@ -184,8 +185,8 @@ impl Operation {
                 let sources = [(types[0], inner, width), (types[1], inner, width), (types[2], width, inner)];
                 let mut stacks = Vec::new();
                 for (seed, (block_type, rows, columns)) in sources.into_iter().enumerate() {
-                    let values = scaled(noise(seed as u64 + 2, experts * rows * columns), columns);
-                    stacks.push(made(lab.h, block_type, columns, &values).shared().0);
+                    let matrix = random(lab.h, block_type, experts * rows, columns, seed as u64 + 2);
+                    stacks.push(matrix.shared().0);
                 }
                 experts_of(lab, &stacks, sources, tokens, experts, used)
             }
@@ -193,21 +194,13 @@ impl Operation {
     }
 }
 
-/// Weights whose products are about as large as the inputs.
-fn scaled(mut values: Vec<f32>, columns: usize) -> Vec<f32> {
-    let factor = 1.0 / (columns as f32).sqrt();
-    values.iter_mut().for_each(|value| *value *= factor);
-    values
-}
-
 fn streams<B: Backend>(lab: &Lab<'_, B>, tokens: usize, width: usize) -> Result<Results, RunnerError> {
     let (b, m) = (lab.backend, 4);
     let constants =
         HyperConstants { n_streams: m, sinkhorn_iterations: 20, epsilon: 1e-6, rms_epsilon: 1e-6 };
     let mut state = lab.noise(1, tokens, m * width)?;
-    let mixer = scaled(noise(2, 24 * m * width), m * width);
     let weights = HyperConnection {
-        mixer: lab.matrix(BlockType::F32, m * width, &mixer)?,
+        mixer: lab.random(BlockType::F32, 24, m * width, 2)?,
         scale: b.vector(vec![0.7, 0.4, 1.3])?,
         base: b.vector(noise(3, 24))?,
     };
@@ -220,7 +213,7 @@ fn streams<B: Backend>(lab: &Lab<'_, B>, tokens: usize, width: usize) -> Result<
     b.hc_post(&mut state, &lab.noise(4, tokens, width)?, &mix)?;
     results.push(("mixed", m * width, lab.read(&state)?));
     let head = HyperConnection {
-        mixer: lab.matrix(BlockType::F32, m * width, &mixer[..m * m * width])?,
+        mixer: lab.random(BlockType::F32, m, m * width, 2)?,
         scale: b.vector(vec![0.7])?,
         base: b.vector(noise(5, m))?,
     };
@@ -623,8 +616,7 @@ pub(super) fn matrices(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(
         for (work, tolerance) in works {
             let tokens_of = |many: usize| if work == Work::Token { vec![1] } else { vec![1, 3, many] };
             for block_type in BlockType::all() {
-                let guide_less = OneMatrix::new(&machines.h, block_type, 1024, &noise(1, 1024));
-                if guide_less.is_none() || block_type.format().is_none() {
+                if OneMatrix::random(&machines.h, block_type, 1, 1024, 1).is_none() {
                     continue;
                 }
                 for (rows, columns, groups) in

@@ -25,14 +25,34 @@ pub(super) struct OneMatrix {
 }
 
 impl OneMatrix {
-    /// `values`: `[rows, columns]`, quantized to the type. Slow types: of many rows only the first few are, and repeated.
-    pub(super) fn new(
+    /// Noise whose products are about as large as their inputs; a few rows, repeated. `None` if the type cannot be written
+    /// or the columns are no whole blocks.
+    pub(super) fn random(
         hyper_parameters: &HyperParameters,
         block_type: BlockType,
+        rows: usize,
+        columns: usize,
+        seed: u64,
+    ) -> Option<Self> {
+        let mut values = noise(seed, rows.min(DISTINCT_ROWS) * columns);
+        let factor = 1.0 / (columns as f32).sqrt();
+        values.iter_mut().for_each(|value| *value *= factor);
+        Self::repeated(hyper_parameters, block_type, rows, columns, &values)
+    }
+
+    /// A table of these `[rows, columns]` values.
+    pub(super) fn table(hyper_parameters: &HyperParameters, columns: usize, values: &[f32]) -> Self {
+        let rows = values.len() / columns;
+        Self::repeated(hyper_parameters, BlockType::F32, rows, columns, values).expect("F32 holds everything")
+    }
+
+    fn repeated(
+        hyper_parameters: &HyperParameters,
+        block_type: BlockType,
+        rows: usize,
         columns: usize,
         values: &[f32],
     ) -> Option<Self> {
-        let rows = values.len() / columns;
         let row_bytes = block_type.row_bytes(columns as u64)? as usize;
         let importance = vec![1.0; columns];
         let guide = Guide {
@@ -43,7 +63,7 @@ impl OneMatrix {
         };
         let quantizer = block_type.format()?.quantizer(guide)?;
         let mut bytes = vec![0; rows * row_bytes];
-        let distinct = if block_type == BlockType::F32 { rows } else { rows.min(DISTINCT_ROWS) };
+        let distinct = values.len() / columns;
         for row in 0..distinct {
             let blocks = &mut bytes[row * row_bytes..(row + 1) * row_bytes];
             quantizer.quantize_row(&values[row * columns..(row + 1) * columns], blocks);

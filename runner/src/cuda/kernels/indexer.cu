@@ -34,7 +34,7 @@ INDEX_FINISH(128, 4)
 INDEX_FINISH(256, 8)
 
 // (4.6.6) score = sum over heads of weight * max(0, q . k). A block scores 32 rows, one a lane; its 8 warps share the
-// heads. Grid: rows by tokens. `skip`: tokens that see at most so many rows need no scores (0: all do).
+// heads. Grid: rows by tokens. `skip`: tokens that see at most so many rows need no scores (-1: all do).
 // Rows that a token does not see get minus infinity.
 template <typename S, int WIDTH>
 static __device__ __forceinline__ void index_scores(
