@@ -8,6 +8,7 @@ pub mod driver;
 mod error;
 pub mod matrix;
 pub mod module;
+pub mod self_test;
 
 pub use driver::{Device, DeviceBuffer, View, ViewMut};
 pub use error::CudaError;

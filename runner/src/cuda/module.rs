@@ -33,7 +33,7 @@ pub const PTX_TARGET: &str = "compute_90";
 pub const CHIPS: [&str; 3] = ["sm_90", "sm_120", "sm_121"];
 
 /// Options of every compilation. Multiplications and additions may be contracted: the same on every chip.
-const OPTIONS: [&str; 3] = ["--std=c++17", "--fmad=true", "-default-device"];
+const OPTIONS: [&str; 4] = ["--std=c++17", "--fmad=true", "-default-device", "-diag-suppress=177"];
 
 /// One source file: kernels that are compiled together.
 #[derive(Debug, Clone, Copy)]
@@ -57,6 +57,10 @@ macro_rules! units {
 
 units! {
     "matrix_generic" false,
+    "matrix_repack" false,
+    "matrix_generate" false,
+    "matrix_decode" true,
+    "matrix_experts" true,
 }
 
 impl Unit {
@@ -349,8 +353,9 @@ fn embedded(device: &Device) -> Result<Vec<Vec<u8>>, CudaError> {
         .iter()
         .map(|unit| {
             let found = prebuilt.units.get(unit.name).filter(|found| found.hash == unit.hash());
-            let found = found
-                .ok_or_else(|| none(format!("the embedded kernels of `{}` are of other sources", unit.name)))?;
+            let found = found.ok_or_else(|| {
+                none(format!("the embedded kernels of `{}` are of other sources", unit.name))
+            })?;
             let mut image = found.ptx.clone().into_bytes();
             image.push(0);
             Ok(image)
