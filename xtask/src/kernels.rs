@@ -121,12 +121,19 @@ fn check(manifest: &Manifest, built: &Prebuilt) -> Result<()> {
         manifest.nvrtc
     );
     for (name, unit) in &manifest.units {
-        ensure!(committed.units.get(name) == Some(unit), "the manifest of `{name}` is of another source; {again}");
+        ensure!(
+            committed.units.get(name) == Some(unit),
+            "the manifest of `{name}` is of another source; {again}"
+        );
     }
-    ensure!(committed.units.len() == manifest.units.len(), "the manifest lists sources that are gone; {again}");
+    ensure!(
+        committed.units.len() == manifest.units.len(),
+        "the manifest lists sources that are gone; {again}"
+    );
     let embedded = prebuilt().map_err(|problem| anyhow::anyhow!("embedded PTX: {problem}"))?;
     for (name, unit) in &built.units {
-        let same = embedded.units.get(name).is_some_and(|found| found.ptx == unit.ptx && found.hash == unit.hash);
+        let same =
+            embedded.units.get(name).is_some_and(|found| found.ptx == unit.ptx && found.hash == unit.hash);
         ensure!(same, "the embedded PTX of `{name}` is not what its source gives; {again}");
     }
     Ok(())

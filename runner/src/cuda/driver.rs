@@ -142,7 +142,8 @@ impl Device {
         let context = Arc::new(Context { handle, device });
         bind(&context)?;
         keep_freed_memory(device)?;
-        let handle = step("making a stream", result::stream::create(result::stream::StreamKind::NonBlocking))?;
+        let handle =
+            step("making a stream", result::stream::create(result::stream::StreamKind::NonBlocking))?;
         Ok(Self { stream: Arc::new(Stream { handle, context }), facts: Arc::new(facts) })
     }
 
@@ -159,12 +160,21 @@ impl Device {
         let (handle, found) = unsafe {
             let mut all: sys::CUdevResource = std::mem::zeroed();
             let kind = sys::CUdevResourceType::CU_DEV_RESOURCE_TYPE_SM;
-            step("reading multiprocessors", sys::cuDeviceGetDevResource(device, &raw mut all, kind).result())?;
+            step(
+                "reading multiprocessors",
+                sys::cuDeviceGetDevResource(device, &raw mut all, kind).result(),
+            )?;
             let mut part: sys::CUdevResource = std::mem::zeroed();
             let mut rest: sys::CUdevResource = std::mem::zeroed();
             let mut groups = 1;
-            let split =
-                sys::cuDevSmResourceSplitByCount(&raw mut part, &raw mut groups, &raw const all, &raw mut rest, 0, n);
+            let split = sys::cuDevSmResourceSplitByCount(
+                &raw mut part,
+                &raw mut groups,
+                &raw const all,
+                &raw mut rest,
+                0,
+                n,
+            );
             step("splitting multiprocessors", split.result())?;
             let mut description: sys::CUdevResourceDesc = std::ptr::null_mut();
             let described = sys::cuDevResourceGenerateDesc(&raw mut description, &raw mut part, 1);
@@ -226,9 +236,7 @@ impl Device {
         // SAFETY: the stream lives as long as the buffer, which holds the device; empty buffers get one byte.
         let pointer = unsafe { result::malloc_async(self.stream.handle, bytes.max(1)) };
         match pointer {
-            Ok(pointer) => {
-                Ok(DeviceBuffer { pointer, len, device: self.clone(), values: PhantomData })
-            }
+            Ok(pointer) => Ok(DeviceBuffer { pointer, len, device: self.clone(), values: PhantomData }),
             Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
                 let (free, total) = self.memory()?;
                 let (name, what) = (self.facts.name.clone(), what.to_owned());
@@ -259,7 +267,9 @@ impl Device {
             return Ok(());
         }
         // SAFETY: the view is within its buffer.
-        step("clearing memory", unsafe { result::memset_d8_async(target.pointer, 0, bytes, self.stream.handle) })
+        step("clearing memory", unsafe {
+            result::memset_d8_async(target.pointer, 0, bytes, self.stream.handle)
+        })
     }
 
     /// A buffer with these values.
@@ -361,9 +371,8 @@ impl Device {
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
         self.bind()?;
         // SAFETY: freed by the buffer; zeroed below before anyone reads it.
-        let pointer = step("locking host memory", unsafe {
-            result::malloc_host((len * size_of::<T>()).max(1), 0)
-        })?;
+        let pointer =
+            step("locking host memory", unsafe { result::malloc_host((len * size_of::<T>()).max(1), 0) })?;
         // SAFETY: just allocated with this many bytes.
         unsafe { std::ptr::write_bytes(pointer.cast::<u8>(), 0, len * size_of::<T>()) };
         Ok(PinnedBuffer { pointer: pointer.cast(), len, context: Arc::clone(&self.stream.context) })
@@ -440,14 +449,13 @@ impl Device {
     ///
     /// # Errors
     /// If `work` fails, or does something that cannot be recorded (allocation, waiting).
-    pub fn capture<E: From<CudaError>>(
-        &self,
-        work: impl FnOnce() -> Result<(), E>,
-    ) -> Result<Graph, E> {
+    pub fn capture<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         self.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
         // SAFETY: the stream lives here.
-        step("starting to record a graph", unsafe { result::stream::begin_capture(self.stream.handle, mode) })?;
+        step("starting to record a graph", unsafe {
+            result::stream::begin_capture(self.stream.handle, mode)
+        })?;
         let done = work();
         // SAFETY: as above.
         let graph = unsafe { result::stream::end_capture(self.stream.handle) };
@@ -485,7 +493,8 @@ fn keep_freed_memory(device: sys::CUdevice) -> Result<(), CudaError> {
 fn facts(device: sys::CUdevice, driver: i32) -> Result<DeviceFacts, CudaError> {
     let attribute = |which: Attribute| -> Result<u32, CudaError> {
         // SAFETY: a device that the driver gave.
-        step("asking about the device", unsafe { result::device::get_attribute(device, which) }).map(|n| n as u32)
+        step("asking about the device", unsafe { result::device::get_attribute(device, which) })
+            .map(|n| n as u32)
     };
     Ok(DeviceFacts {
         name: step("asking for the device's name", result::device::get_name(device))?,
@@ -661,8 +670,8 @@ impl<'a, T> ViewMut<'a, T> {
     /// # Panics
     /// If they are not in the view.
     pub fn slice(self, range: Range<usize>) -> ViewMut<'a, T> {
-        let View { pointer, len, .. } = View::<T> { pointer: self.pointer, len: self.len, values: PhantomData }
-            .slice(range);
+        let View { pointer, len, .. } =
+            View::<T> { pointer: self.pointer, len: self.len, values: PhantomData }.slice(range);
         ViewMut { pointer, len, values: PhantomData }
     }
 
@@ -950,7 +959,9 @@ impl Event {
     pub fn milliseconds_since(&self, earlier: &Self) -> Result<f32, CudaError> {
         self.wait()?;
         // SAFETY: both live and are done.
-        step("reading the time between events", unsafe { result::event::elapsed(earlier.handle, self.handle) })
+        step("reading the time between events", unsafe {
+            result::event::elapsed(earlier.handle, self.handle)
+        })
     }
 }
 

@@ -17,6 +17,7 @@ pub mod matrix;
 pub mod module;
 mod plan;
 mod pool;
+pub mod self_test;
 
 pub use backend::{CudaBackend, CudaTensor};
 pub use cache::CudaCache;

@@ -36,7 +36,7 @@ pub const CHIPS: [&str; 3] = ["sm_90", "sm_120", "sm_121"];
 const ACTIVATIONS: &str = include_str!("kernels/activations.cuh");
 
 /// Options of every compilation.
-const OPTIONS: [&str; 2] = ["--std=c++17", "-default-device"];
+const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "-diag-suppress=177"];
 
 /// One source file: kernels that are compiled together.
 #[derive(Debug, Clone, Copy)]
@@ -73,7 +73,8 @@ macro_rules! units {
 }
 
 units! {
-    weights: "matrix_generic" false;
+    weights: "matrix_generic" false, "matrix_repack" false, "matrix_generate" false, "matrix_decode" true,
+        "matrix_experts" true;
     activations: "rows", "hyper", "router", "attention", "compressor", "indexer";
 }
 
@@ -375,8 +376,9 @@ fn embedded(device: &Device) -> Result<Vec<Vec<u8>>, CudaError> {
         .iter()
         .map(|unit| {
             let found = prebuilt.units.get(unit.name).filter(|found| found.hash == unit.hash());
-            let found = found
-                .ok_or_else(|| none(format!("the embedded kernels of `{}` are of other sources", unit.name)))?;
+            let found = found.ok_or_else(|| {
+                none(format!("the embedded kernels of `{}` are of other sources", unit.name))
+            })?;
             let mut image = found.ptx.clone().into_bytes();
             image.push(0);
             Ok(image)

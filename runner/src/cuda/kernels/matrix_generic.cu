@@ -1,4 +1,4 @@
-// Products with matrices in the file's own blocks, for every type: correct for all shapes, not fast.
+// Products with matrices of every type: correct for all shapes, not fast.
 // A warp has one row of the matrix; a lane widens 32 values at a time.
 
 static __device__ const u16 d_iq2_xxs[256] = {IQ2_XXS_CODEBOOK};
@@ -11,32 +11,48 @@ static __device__ __forceinline__ u32 read16(const u8* p) { return p[0] | (u32)p
 static __device__ __forceinline__ u32 read32(const u8* p) { return read16(p) | read16(p + 2) << 16; }
 static __device__ __forceinline__ float half_at(const u8* p) { return half_to_float((u16)read16(p)); }
 
+// A matrix: each row has bytes in one plane (the file's order) or in up to three.
+struct Weights {
+    const u8* start[3];
+    u64 width[3];
+};
+
+struct Row {
+    const u8* codes;
+    const u8* scales;
+    const u8* super;
+};
+
+static __device__ __forceinline__ Row row_of(const Weights& w, u64 row) {
+    return {w.start[0] + row * w.width[0], w.start[1] + row * w.width[1], w.start[2] + row * w.width[2]};
+}
+
 // Each format: `values(row, group, n, v)` widens values 32 * group to 32 * group + 31 of a row of which n exist.
 struct F32 {
-    static __device__ void values(const u8* row, int group, int n, float* v) {
-        const float* p = (const float*)row + group * 32;
+    static __device__ void values(const Row& row, int group, int n, float* v) {
+        const float* p = (const float*)row.codes + group * 32;
         for (int i = 0; i < 32; i++) v[i] = i < n ? p[i] : 0.0f;
     }
 };
 
 struct F16 {
-    static __device__ void values(const u8* row, int group, int n, float* v) {
-        const u16* p = (const u16*)row + group * 32;
+    static __device__ void values(const Row& row, int group, int n, float* v) {
+        const u16* p = (const u16*)row.codes + group * 32;
         for (int i = 0; i < 32; i++) v[i] = i < n ? half_to_float(p[i]) : 0.0f;
     }
 };
 
 struct BF16 {
-    static __device__ void values(const u8* row, int group, int n, float* v) {
-        const u16* p = (const u16*)row + group * 32;
+    static __device__ void values(const Row& row, int group, int n, float* v) {
+        const u16* p = (const u16*)row.codes + group * 32;
         for (int i = 0; i < 32; i++) v[i] = i < n ? __uint_as_float((u32)p[i] << 16) : 0.0f;
     }
 };
 
 // Q4_0, Q4_1, Q5_0, Q5_1.
 template <int BYTES, bool MINIMUM, bool FIFTH> struct SmallBlocks {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)group * BYTES;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)group * BYTES;
         float d = half_at(b), m = MINIMUM ? half_at(b + 2) : 0.0f;
         const u8* fifth = b + (MINIMUM ? 4 : 2);
         u32 high = FIFTH ? read32(fifth) : 0;
@@ -49,23 +65,33 @@ template <int BYTES, bool MINIMUM, bool FIFTH> struct SmallBlocks {
 };
 
 struct Q8_0 {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)group * 34;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)group * 34;
         float d = half_at(b);
         for (int i = 0; i < 32; i++) v[i] = d * (float)(i8)b[2 + i];
     }
 };
 
+struct Q8_0Planes {
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        float d = half_at(row.scales + 2 * group);
+        const i8* codes = (const i8*)row.codes + 32 * group;
+        for (int i = 0; i < 32; i++) v[i] = d * (float)codes[i];
+    }
+};
+
 struct Q2_K {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * 84;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* codes = row.codes + group / 8 * 64;
+        const u8* scales = row.scales + group / 8 * 16;
+        const u8* dm = row.super + group / 8 * 4;
         int h = group / 4 % 2, j = group % 4;
-        float d = half_at(b + 80), dmin = half_at(b + 82);
+        float d = half_at(dm), dmin = half_at(dm + 2);
         for (int part = 0; part < 2; part++) {
-            u8 s = b[8 * h + 2 * j + part];
+            u8 s = scales[8 * h + 4 * part + j];
             float scale = d * (float)(s & 15), minimum = dmin * (float)(s >> 4);
             for (int i = 0; i < 16; i++) {
-                int code = b[16 + 32 * h + 16 * part + i] >> (2 * j) & 3;
+                int code = codes[32 * h + 16 * part + i] >> (2 * j) & 3;
                 v[16 * part + i] = scale * (float)code - minimum;
             }
         }
@@ -73,8 +99,8 @@ struct Q2_K {
 };
 
 struct Q3_K {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * 110;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)(group / 8) * 110;
         int h = group / 4 % 2, j = group % 4;
         float d = half_at(b + 108);
         for (int part = 0; part < 2; part++) {
@@ -101,24 +127,34 @@ static __device__ void six_bits(const u8* s, int j, int* scale, int* minimum) {
     }
 }
 
-template <int BYTES, bool FIFTH> struct K45 {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * BYTES;
+struct Q4_K {
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* head = row.scales + group / 8 * 16;
+        int j = group % 8, s, m;
+        six_bits(head + 4, j, &s, &m);
+        float scale = half_at(head) * (float)s, minimum = half_at(head + 2) * (float)m;
+        const u8* codes = row.codes + group / 8 * 128 + j / 2 * 32;
+        for (int i = 0; i < 32; i++) v[i] = scale * (float)(codes[i] >> (j % 2 * 4) & 15) - minimum;
+    }
+};
+
+struct Q5_K {
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)(group / 8) * 176;
         int j = group % 8, s, m;
         six_bits(b + 4, j, &s, &m);
         float scale = half_at(b) * (float)s, minimum = half_at(b + 2) * (float)m;
-        const u8* codes = b + (FIFTH ? 48 : 16) + j / 2 * 32;
+        const u8* codes = b + 48 + j / 2 * 32;
         for (int i = 0; i < 32; i++) {
-            int code = codes[i] >> (j % 2 * 4) & 15;
-            if (FIFTH) code |= (b[16 + i] >> j & 1) << 4;
+            int code = (codes[i] >> (j % 2 * 4) & 15) | (b[16 + i] >> j & 1) << 4;
             v[i] = scale * (float)code - minimum;
         }
     }
 };
 
 struct Q6_K {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * 210;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)(group / 8) * 210;
         int h = group / 4 % 2, j = group % 4;
         float d = half_at(b + 208);
         for (int part = 0; part < 2; part++) {
@@ -142,11 +178,10 @@ static __device__ __forceinline__ float magnitude2(u32 code) {
 }
 
 struct IQ2_XXS {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * 66;
-        const u8* g = b + 2 + group % 8 * 8;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* g = row.codes + 8 * group;
         u32 word = read32(g + 4);
-        float scale = half_at(b) * (0.5f + (float)(word >> 28)) * 0.25f;
+        float scale = half_at(row.scales + group / 8 * 2) * (0.5f + (float)(word >> 28)) * 0.25f;
         for (int i = 0; i < 32; i++) {
             int k = i / 8;
             float m = magnitude2(d_iq2_xxs[g[k]] >> (i % 8 * 2) & 3);
@@ -156,8 +191,8 @@ struct IQ2_XXS {
 };
 
 struct IQ2_XS {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * 74;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)(group / 8) * 74;
         float d = half_at(b);
         u8 indices = b[66 + group % 8];
         for (int i = 0; i < 32; i++) {
@@ -171,8 +206,8 @@ struct IQ2_XS {
 };
 
 struct IQ3_XXS {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * 98;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)(group / 8) * 98;
         u32 word = read32(b + 66 + group % 8 * 4);
         float scale = half_at(b) * (0.5f + (float)(word >> 28)) * 0.5f;
         for (int i = 0; i < 32; i++) {
@@ -184,8 +219,8 @@ struct IQ3_XXS {
 };
 
 struct IQ4_NL {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)group * 18;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)group * 18;
         float d = half_at(b);
         for (int i = 0; i < 16; i++) {
             v[i] = d * (float)d_iq4_nl[b[2 + i] & 15];
@@ -195,8 +230,8 @@ struct IQ4_NL {
 };
 
 struct IQ4_XS {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 8) * 136;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)(group / 8) * 136;
         int s = group % 8;
         int low = b[4 + s / 2] >> (4 * (s % 2)) & 15, high = read16(b + 2) >> (2 * s) & 3;
         float scale = half_at(b) * (float)((low | high << 4) - 32);
@@ -208,20 +243,30 @@ struct IQ4_XS {
     }
 };
 
+static __device__ void mxfp4(u32 exponent, const u8* codes, float* v) {
+    float scale = __uint_as_float(exponent < 2 ? 0x00200000u << exponent : (exponent - 1) << 23);
+    for (int i = 0; i < 16; i++) {
+        v[i] = scale * (float)d_e2m1[codes[i] & 15];
+        v[i + 16] = scale * (float)d_e2m1[codes[i] >> 4];
+    }
+}
+
 struct MXFP4 {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)group * 17;
-        float scale = __uint_as_float(b[0] < 2 ? 0x00200000u << b[0] : (u32)(b[0] - 1) << 23);
-        for (int i = 0; i < 16; i++) {
-            v[i] = scale * (float)d_e2m1[b[1 + i] & 15];
-            v[i + 16] = scale * (float)d_e2m1[b[1 + i] >> 4];
-        }
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)group * 17;
+        mxfp4(b[0], b + 1, v);
+    }
+};
+
+struct MXFP4Planes {
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        mxfp4(row.scales[group], row.codes + 16 * group, v);
     }
 };
 
 struct NVFP4 {
-    static __device__ void values(const u8* row, int group, int, float* v) {
-        const u8* b = row + (u64)(group / 2) * 36;
+    static __device__ void values(const Row& row, int group, int, float* v) {
+        const u8* b = row.codes + (u64)(group / 2) * 36;
         for (int part = 0; part < 2; part++) {
             int s = group % 2 * 2 + part;
             u32 exponent = b[s] >> 3 & 15, mantissa = b[s] & 7;
@@ -240,45 +285,36 @@ struct NVFP4 {
 // out[item, row] = matrix(item)[row, .] . input(item).
 // matrices: [n, rows, columns]; item i uses matrix chosen[i], or 0 where `chosen` is null;
 // its input begins at input + i / share * stride, and at column row / group_rows * columns of that.
-// Grid: (items / TILE, rows / 8), blocks of 8 warps.
-template <class Format, int TILE>
-static __device__ __forceinline__ void products(const u8* matrices, u64 row_bytes, const u32* chosen, const float* input,
-                                                u64 stride, u32 share, u32 columns, u32 rows, u32 group_rows,
-                                                float* out, u32 items) {
-    u32 lane = threadIdx.x % WARP, row = blockIdx.y * 8 + threadIdx.x / WARP, first = blockIdx.x * TILE;
+// Grid: (items, rows / 8), blocks of 8 warps.
+template <class Format>
+static __device__ __forceinline__ void products(const Weights& matrices, const u32* chosen, const float* input, u64 stride,
+                                                u32 share, u32 columns, u32 rows, u32 group_rows,
+                                                float* out) {
+    u32 lane = threadIdx.x % WARP, row = blockIdx.y * 8 + threadIdx.x / WARP, item = blockIdx.x;
     if (row >= rows) return;
-    u64 matrix = chosen ? chosen[first] : 0;
-    const u8* weights = matrices + (matrix * rows + row) * row_bytes;
-    const float* x[TILE];
-    float sums[TILE];
-#pragma unroll
-    for (int t = 0; t < TILE; t++) {
-        u32 item = min(first + t, items - 1);
-        x[t] = input + item / share * stride + (u64)(row / group_rows) * columns;
-        sums[t] = 0.0f;
-    }
+    u64 matrix = chosen ? chosen[item] : 0;
+    Row weights = row_of(matrices, matrix * rows + row);
+    const float* x = input + item / share * stride + (u64)(row / group_rows) * columns;
+    float sum = 0.0f;
+#pragma unroll 1
     for (u32 group = lane; group * 32 < columns; group += WARP) {
         float v[32];
         int n = min(columns - group * 32, 32u);
         Format::values(weights, group, n, v);
-        for (int i = 0; i < n; i++) {
 #pragma unroll
-            for (int t = 0; t < TILE; t++) sums[t] = fmaf(v[i], x[t][group * 32 + i], sums[t]);
+        for (int i = 0; i < 32; i++) {
+            if (i < n) sum = fmaf(v[i], x[group * 32 + i], sum);
         }
     }
-#pragma unroll
-    for (int t = 0; t < TILE; t++) {
-        float sum = warp_sum(sums[t]);
-        if (lane == 0 && first + t < items) out[(u64)(first + t) * rows + row] = sum;
-    }
+    sum = warp_sum(sum);
+    if (lane == 0) out[(u64)item * rows + row] = sum;
 }
 
 // Rows ids[i] (or i where `ids` is null) of a matrix, each written `copies` times: out[i, copy, column].
 template <class Format>
-static __device__ __forceinline__ void widen(const u8* matrix, u64 row_bytes, const u32* ids, u32 columns, u32 copies,
-                                             float* out) {
+static __device__ __forceinline__ void widen(const Weights& matrix, const u32* ids, u32 columns, u32 copies, float* out) {
     u64 item = blockIdx.x;
-    const u8* row = matrix + (ids ? ids[item] : item) * row_bytes;
+    Row row = row_of(matrix, ids ? ids[item] : item);
     for (u32 group = threadIdx.x; group * 32 < columns; group += blockDim.x) {
         float v[32];
         int n = min(columns - group * 32, 32u);
@@ -292,18 +328,14 @@ static __device__ __forceinline__ void widen(const u8* matrix, u64 row_bytes, co
 
 #define FORMAT(NAME, ...)                                                                                              \
     extern "C" __global__ void __launch_bounds__(256) products_##NAME(                                                 \
-        const u8* matrix, u64 row_bytes, const float* input, u64 stride, u32 columns, u32 rows, u32 group_rows,        \
-        float* out, u32 items) {                                                                                       \
-        products<__VA_ARGS__, 4>(matrix, row_bytes, nullptr, input, stride, 1, columns, rows, group_rows, out, items); \
+        const __grid_constant__ Weights matrices, const u32* chosen, const float* input, u64 stride, u32 share,        \
+        u32 columns, u32 rows, u32 group_rows, float* out) {                                                           \
+        products<__VA_ARGS__>(matrices, chosen, input, stride, share, columns, rows, group_rows, out);                 \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(256) routed_##NAME(                                                   \
-        const u8* matrices, u64 row_bytes, const u32* chosen, const float* input, u32 share, u32 columns, u32 rows,    \
-        float* out, u32 items) {                                                                                       \
-        products<__VA_ARGS__, 1>(matrices, row_bytes, chosen, input, columns, share, columns, rows, rows, out, items); \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(128) widen_##NAME(const u8* matrix, u64 row_bytes, const u32* ids,    \
-                                                                   u32 columns, u32 copies, float* out) {              \
-        widen<__VA_ARGS__>(matrix, row_bytes, ids, columns, copies, out);                                              \
+    extern "C" __global__ void __launch_bounds__(128) widen_##NAME(const __grid_constant__ Weights matrix,             \
+                                                                   const u32* ids, u32 columns, u32 copies,            \
+                                                                   float* out) {                                       \
+        widen<__VA_ARGS__>(matrix, ids, columns, copies, out);                                                         \
     }
 
 FORMAT(F32, F32)
@@ -314,17 +346,19 @@ FORMAT(Q4_1, SmallBlocks<20, true, false>)
 FORMAT(Q5_0, SmallBlocks<22, false, true>)
 FORMAT(Q5_1, SmallBlocks<24, true, true>)
 FORMAT(Q8_0, Q8_0)
-FORMAT(Q2_K, Q2_K)
+FORMAT(Q8_0_planes, Q8_0Planes)
+FORMAT(Q2_K_planes, Q2_K)
 FORMAT(Q3_K, Q3_K)
-FORMAT(Q4_K, K45<144, false>)
-FORMAT(Q5_K, K45<176, true>)
+FORMAT(Q4_K_planes, Q4_K)
+FORMAT(Q5_K, Q5_K)
 FORMAT(Q6_K, Q6_K)
-FORMAT(IQ2_XXS, IQ2_XXS)
+FORMAT(IQ2_XXS_planes, IQ2_XXS)
 FORMAT(IQ2_XS, IQ2_XS)
 FORMAT(IQ3_XXS, IQ3_XXS)
 FORMAT(IQ4_NL, IQ4_NL)
 FORMAT(IQ4_XS, IQ4_XS)
 FORMAT(MXFP4, MXFP4)
+FORMAT(MXFP4_planes, MXFP4Planes)
 FORMAT(NVFP4, NVFP4)
 
 // mids[item, .] = swiglu(gate[item, .], up[item, .]), as it is and times the weight of the item.

@@ -36,6 +36,39 @@ pub struct Routed<'a> {
     pub pass: Pass,
 }
 
+/// Widest input for the kernels that keep it in shared memory.
+const DECODE_COLUMNS: usize = 16_384;
+
+/// What the kernels of `matrix_experts.cu` say about their formats.
+struct Format {
+    name: &'static str,
+    /// Values of a chunk of 16 bytes.
+    values: usize,
+    /// Whether sums of codes are needed, for minima.
+    sums: bool,
+    table_bytes: usize,
+}
+
+impl Format {
+    fn of(matrix: &Matrix) -> Option<Self> {
+        matrix.planes?;
+        let (values, sums, table_bytes) = match matrix.block_type() {
+            BlockType::Iq2Xxs => (64, false, 256 * 8 + 128 * 4),
+            BlockType::Q2K => (64, true, 0),
+            BlockType::Q4K => (32, true, 0),
+            BlockType::Mxfp4 => (32, false, 0),
+            _ => return None,
+        };
+        Some(Self { name: matrix.block_type().name(), values, sums, table_bytes })
+    }
+
+    /// Shared memory of a rounded input: codes, scales and sums of pieces of 16 values, whole warps of chunks.
+    fn input_bytes(&self, columns: usize) -> usize {
+        let pieces = (columns / self.values).next_multiple_of(32) * (self.values / 16);
+        pieces * if self.sums { 24 } else { 20 }
+    }
+}
+
 impl ExpertMatrices {
     /// Matrices of which each holds `n_experts` of the same shape, one after the other.
     ///
@@ -84,8 +117,11 @@ impl ExpertMatrices {
 
     /// Bytes of workspace that [`ExpertMatrices::routed`] needs.
     pub fn workspace_bytes(&self, tokens: usize, n_used: usize, pass: Pass) -> usize {
-        let _ = pass;
-        workspace_bytes(&self.generic_parts(tokens * n_used))
+        let generic = workspace_bytes(&self.generic_parts(tokens * n_used));
+        match pass {
+            Pass::Decode if self.fits_decode() => workspace_bytes(&self.decode_parts(tokens * n_used)),
+            _ => generic,
+        }
     }
 
     fn generic_parts(&self, items: usize) -> [usize; 3] {
@@ -119,7 +155,102 @@ impl ExpertMatrices {
         if work.tokens == 0 {
             return Ok(());
         }
-        self.generic_routed(gpu, workspace, work, output, mids)
+        match work.pass {
+            Pass::Decode if self.fits_decode() => self.decode_routed(gpu, workspace, work, output, mids),
+            _ => self.generic_routed(gpu, workspace, work, output, mids),
+        }
+    }
+
+    /// Whether the kernels for few tokens know these types and shapes.
+    pub(in super::super) fn fits_decode(&self) -> bool {
+        let [gate, up, down] = [&self.gate, &self.up, &self.down].map(Format::of);
+        gate.is_some()
+            && gate.map(|format| format.name) == up.map(|format| format.name)
+            && down.is_some()
+            && self.outputs() <= DECODE_COLUMNS
+            && self.width() <= DECODE_COLUMNS / 2
+    }
+
+    /// Codes and scales of the rounded mids.
+    pub(in super::super) fn decode_parts(&self, items: usize) -> [usize; 2] {
+        [items * self.width(), items * self.width() / 32 * size_of::<f32>()]
+    }
+
+    fn decode_routed(
+        &self,
+        gpu: &Gpu,
+        workspace: &mut Workspace,
+        work: &Routed<'_>,
+        output: &mut ViewMut<'_, f32>,
+        mids: Option<&mut ViewMut<'_, f32>>,
+    ) -> Result<(), CudaError> {
+        let rounded = workspace.parts(self.decode_parts(work.tokens * work.n_used))?;
+        self.decode_gate_up(gpu, work, &rounded, mids)?;
+        self.decode_down(gpu, work, &rounded, output)
+    }
+
+    /// Gate and up products, activated, weighted and rounded.
+    pub(in super::super) fn decode_gate_up(
+        &self,
+        gpu: &Gpu,
+        work: &Routed<'_>,
+        [codes, scales]: &[ViewMut<'_, u8>; 2],
+        mids: Option<&mut ViewMut<'_, f32>>,
+    ) -> Result<(), CudaError> {
+        let Some(gate) = Format::of(&self.gate) else { return Err(self.unknown()) };
+        let arguments = Arguments::new()
+            .structure(&self.gate.expert_weights())
+            .structure(&self.up.expert_weights())
+            .read(work.experts)
+            .read(work.weights)
+            .read(work.input)
+            .int(work.n_used)
+            .int(self.outputs())
+            .int(self.width())
+            .float(work.limit)
+            .write(codes)
+            .write(scales);
+        let arguments = match mids {
+            Some(mids) => arguments.write(mids),
+            None => arguments.null(),
+        };
+        let shared =
+            gate.input_bytes(self.outputs()) + self.outputs() / 32 * size_of::<f32>() + gate.table_bytes;
+        let shape = Launch::new(self.width() / 32, 256).by(work.tokens * work.n_used).shared(shared as u32);
+        gpu.launch("matrix_experts", &format!("gate_up_{}", gate.name), shape, arguments)
+    }
+
+    /// Down products of the rounded mids, summed.
+    pub(in super::super) fn decode_down(
+        &self,
+        gpu: &Gpu,
+        work: &Routed<'_>,
+        [codes, scales]: &[ViewMut<'_, u8>; 2],
+        output: &mut ViewMut<'_, f32>,
+    ) -> Result<(), CudaError> {
+        let Some(down) = Format::of(&self.down) else { return Err(self.unknown()) };
+        let arguments = Arguments::new()
+            .structure(&self.down.expert_weights())
+            .read(work.experts)
+            .read(codes.as_view())
+            .read(scales.as_view())
+            .int(work.n_used)
+            .int(self.width())
+            .int(self.outputs())
+            .write(output);
+        let shared = work.n_used * down.input_bytes(self.width()) + down.table_bytes;
+        let most = 2 * gpu.device.facts().n_multiprocessors as usize;
+        let blocks = self.outputs().div_ceil(16).min(most);
+        let shape = Launch::new(blocks, 512).by(work.tokens).shared(shared as u32);
+        gpu.launch("matrix_experts", &format!("down_{}", down.name), shape, arguments)
+    }
+
+    fn unknown(&self) -> CudaError {
+        CudaError::Shape {
+            what: "experts for few tokens".to_owned(),
+            found: format!("{:?}", self.block_types()),
+            expected: "types with kernels of their own".to_owned(),
+        }
     }
 
     fn generic_routed(
@@ -171,16 +302,16 @@ impl ExpertMatrices {
         let rows = matrix.rows() / self.n_experts;
         let items = work.tokens * work.n_used;
         let arguments = Arguments::new()
-            .read(&matrix.bytes)
-            .long(matrix.row_bytes as u64)
+            .structure(&matrix.generic_weights())
             .read(work.experts)
             .long(input)
+            .long(matrix.columns() as u64)
             .int(share)
             .int(matrix.columns())
             .int(rows)
-            .write(output)
-            .int(items);
-        let name = format!("routed_{}", matrix.block_type().name());
-        gpu.launch("matrix_generic", &name, Launch::new(items, 256).by(rows.div_ceil(8)), arguments)
+            .int(rows)
+            .write(output);
+        let launch = Launch::new(items, 256).by(rows.div_ceil(8));
+        gpu.launch("matrix_generic", &matrix.generic_name("products"), launch, arguments)
     }
 }

@@ -6,7 +6,10 @@
 //! Nothing here allocates or waits once a matrix is loaded, and no grid depends on data, so that every operation can be
 //! part of a graph. What operations need besides their operands comes from a [`Workspace`].
 
+mod decode;
 mod experts;
+pub mod generate;
+pub mod layout;
 
 pub use experts::{ExpertMatrices, Routed};
 
@@ -15,6 +18,7 @@ use gguf_tools::block::BlockType;
 use super::driver::{Arguments, DeviceBuffer, Launch, View, ViewMut};
 use super::error::CudaError;
 use super::module::Gpu;
+use layout::Planes;
 
 /// Bytes that are staged at once when a matrix is loaded.
 const LOAD_BYTES: usize = 64 << 20;
@@ -52,7 +56,10 @@ impl Workspace {
     }
 
     /// Its first bytes, cut into parts of these lengths, each aligned.
-    fn parts<const N: usize>(&mut self, lengths: [usize; N]) -> Result<[ViewMut<'_, u8>; N], CudaError> {
+    pub(super) fn parts<const N: usize>(
+        &mut self,
+        lengths: [usize; N],
+    ) -> Result<[ViewMut<'_, u8>; N], CudaError> {
         let needed = workspace_bytes(&lengths);
         if needed > self.bytes.len() {
             return Err(CudaError::Shape {
@@ -63,7 +70,8 @@ impl Workspace {
         }
         let mut rest = Some(self.bytes.view_mut());
         Ok(lengths.map(|length| {
-            let (part, later) = rest.take().expect("put back below").split_at(length.next_multiple_of(ALIGNMENT));
+            let (part, later) =
+                rest.take().expect("put back below").split_at(length.next_multiple_of(ALIGNMENT));
             rest = Some(later);
             part
         }))
@@ -85,6 +93,8 @@ pub struct Matrix {
     rows: usize,
     columns: usize,
     row_bytes: usize,
+    /// How the bytes are divided; `None`: as in the file.
+    planes: Option<Planes>,
     bytes: DeviceBuffer<u8>,
 }
 
@@ -112,7 +122,8 @@ impl Matrix {
             wrong("more than can be addressed".to_owned(), "at most 2^32 rows of 2^24 values".to_owned())
         })?;
         let bytes = gpu.device.alloc(n_bytes, "weights")?;
-        Ok(Self { block_type, rows, columns, row_bytes, bytes })
+        let planes = Planes::of(block_type, columns);
+        Ok(Self { block_type, rows, columns, row_bytes, planes, bytes })
     }
 
     /// A matrix of the file's bytes, `rows` times the bytes of a row.
@@ -149,16 +160,63 @@ impl Matrix {
     /// # Errors
     /// If they are no whole rows of this matrix.
     pub fn put_rows(&mut self, gpu: &Gpu, first: usize, bytes: View<'_, u8>) -> Result<(), CudaError> {
-        let n = bytes.len() / self.row_bytes.max(1);
-        if bytes.len() != n * self.row_bytes || first + n > self.rows {
-            return Err(self.wrong(
-                "weights",
-                format!("{} bytes from row {first} on", bytes.len()),
-                format!("rows of {} bytes, {} in all", self.row_bytes, self.rows),
-            ));
+        let n = self.whole_rows(first, bytes.len())?;
+        if let Some(planes) = self.planes {
+            return self.repack(gpu, planes, first, n, bytes.address(), false);
         }
         let range = first * self.row_bytes..(first + n) * self.row_bytes;
         gpu.device.copy(bytes, &mut self.bytes.slice_mut(range))
+    }
+
+    /// Rows from `first` on as they are in the file, as many as `bytes` holds.
+    ///
+    /// # Errors
+    /// If they are no whole rows of this matrix.
+    pub fn read_rows(&self, gpu: &Gpu, first: usize, bytes: &mut ViewMut<'_, u8>) -> Result<(), CudaError> {
+        let n = self.whole_rows(first, bytes.len())?;
+        if let Some(planes) = self.planes {
+            return self.repack(gpu, planes, first, n, bytes.address(), true);
+        }
+        let range = first * self.row_bytes..(first + n) * self.row_bytes;
+        gpu.device.copy(self.bytes.slice(range), bytes)
+    }
+
+    fn whole_rows(&self, first: usize, n_bytes: usize) -> Result<usize, CudaError> {
+        let n = n_bytes / self.row_bytes.max(1);
+        if n_bytes == n * self.row_bytes && first + n <= self.rows {
+            return Ok(n);
+        }
+        Err(self.wrong(
+            "weights",
+            format!("{n_bytes} bytes from row {first} on"),
+            format!("rows of {} bytes, {} in all", self.row_bytes, self.rows),
+        ))
+    }
+
+    fn repack(
+        &self,
+        gpu: &Gpu,
+        planes: Planes,
+        first: usize,
+        n: usize,
+        blocks: u64,
+        back: bool,
+    ) -> Result<(), CudaError> {
+        let arguments = Arguments::new()
+            .structure(&planes)
+            .long(blocks)
+            .read(&self.bytes)
+            .long(self.rows as u64)
+            .long(first as u64)
+            .long(n as u64)
+            .int(self.row_blocks())
+            .int(usize::from(back));
+        let blocks = (n * self.row_bytes).div_ceil(1024).min(1 << 20);
+        gpu.launch("matrix_repack", "repack", Launch::new(blocks, 256), arguments)
+    }
+
+    fn row_blocks(&self) -> usize {
+        self.columns / self.block_type.values_per_block()
     }
 
     /// Type of the weights.
@@ -183,7 +241,11 @@ impl Matrix {
 
     fn wrong(&self, operand: &str, found: String, expected: String) -> CudaError {
         let Self { block_type, rows, columns, .. } = self;
-        CudaError::Shape { what: format!("{operand} of a {block_type} matrix [{rows}, {columns}]"), found, expected }
+        CudaError::Shape {
+            what: format!("{operand} of a {block_type} matrix [{rows}, {columns}]"),
+            found,
+            expected,
+        }
     }
 
     fn check(&self, operand: &str, found: usize, expected: usize) -> Result<(), CudaError> {
@@ -227,6 +289,18 @@ impl Matrix {
         pass: Pass,
         matrices: &mut [(&Self, ViewMut<'_, f32>)],
     ) -> Result<(), CudaError> {
+        for (matrix, output) in &mut *matrices {
+            matrix.check("input", input.len(), tokens * matrix.columns)?;
+            matrix.check("output", output.len(), tokens * matrix.rows)?;
+        }
+        let together = pass == Pass::Decode
+            && tokens > 0
+            && (2..=decode::MOST_PARTS).contains(&matrices.len())
+            && matrices.iter().all(|(matrix, _)| decode::fits(matrix));
+        if together {
+            let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
+            return decode::products(gpu, input, tokens, 1, &parts);
+        }
         for (matrix, output) in matrices {
             matrix.products(gpu, workspace, input, tokens, pass, output)?;
         }
@@ -257,8 +331,11 @@ impl Matrix {
         if tokens == 0 {
             return Ok(());
         }
-        let _ = (workspace, pass);
-        self.generic_products(gpu, input, tokens, groups, output)
+        let _ = workspace;
+        match pass {
+            Pass::Decode if decode::fits(self) => decode::one(gpu, self, input, tokens, groups, output),
+            _ => self.generic_products(gpu, input, tokens, groups, output),
+        }
     }
 
     fn generic_products(
@@ -269,22 +346,45 @@ impl Matrix {
         groups: usize,
         output: &mut ViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
-        let name = format!("products_{}", self.block_type.name());
         let arguments = Arguments::new()
-            .read(&self.bytes)
-            .long(self.row_bytes as u64)
+            .structure(&self.generic_weights())
+            .null()
             .read(input)
             .long((groups * self.columns) as u64)
+            .int(1)
             .int(self.columns)
             .int(self.rows)
             .int(self.rows / groups)
-            .write(output)
-            .int(tokens);
-        let launch = Launch::new(tokens.div_ceil(4), 256).by(self.row_blocks()?);
-        gpu.launch("matrix_generic", &name, launch, arguments)
+            .write(output);
+        let launch = Launch::new(tokens, 256).by(self.grid_rows()?);
+        gpu.launch("matrix_generic", &self.generic_name("products"), launch, arguments)
     }
 
-    fn row_blocks(&self) -> Result<usize, CudaError> {
+    /// Name of a generic kernel for this type and order.
+    fn generic_name(&self, operation: &str) -> String {
+        let order = if self.planes.is_some() { "_planes" } else { "" };
+        format!("{operation}_{}{order}", self.block_type.name())
+    }
+
+    /// Start and width of a row in each plane, as the generic kernels declare it.
+    fn generic_weights(&self) -> [u64; 6] {
+        let base = self.bytes.view().address();
+        let Some(planes) = self.planes else {
+            return [base, base, base, self.row_bytes as u64, 0, 0];
+        };
+        let start = |plane| base + planes.start(plane, self.rows, self.row_blocks()) as u64;
+        let width =
+            |plane| planes.start(plane + 1, 1, self.row_blocks()) - planes.start(plane, 1, self.row_blocks());
+        let width = |plane| width(plane) as u64;
+        [start(0), start(1), start(2), width(0), width(1), width(2)]
+    }
+
+    /// Address and rows, as the experts' kernels declare them.
+    fn expert_weights(&self) -> [u64; 2] {
+        [self.bytes.view().address(), self.rows as u64]
+    }
+
+    fn grid_rows(&self) -> Result<usize, CudaError> {
         let blocks = self.rows.div_ceil(8);
         if blocks <= GRID_LIMIT {
             return Ok(blocks);
@@ -304,14 +404,12 @@ impl Matrix {
         output: &mut ViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
         self.check("rows taken", output.len(), ids.len() * copies * self.columns)?;
-        let name = format!("widen_{}", self.block_type.name());
         let arguments = Arguments::new()
-            .read(&self.bytes)
-            .long(self.row_bytes as u64)
+            .structure(&self.generic_weights())
             .read(ids)
             .int(self.columns)
             .int(copies)
             .write(output);
-        gpu.launch("matrix_generic", &name, Launch::new(ids.len(), 128), arguments)
+        gpu.launch("matrix_generic", &self.generic_name("widen"), Launch::new(ids.len(), 128), arguments)
     }
 }
