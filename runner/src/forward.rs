@@ -415,7 +415,8 @@ impl<B: Backend> Network<B> {
                 compress(cache, CompressedRows::Indexer, rest, values, gates)?;
                 let wanted = pass.observer.wants(Site::IndexScores, at);
                 let (top_k, place) = (h.index_topk as usize, on_device.clone());
-                let (rows, scores) = b.index_topk(cache, index_q, head_weights, piece, place, top_k, wanted)?;
+                let (rows, scores) =
+                    b.index_topk(cache, index_q, head_weights, piece, place, top_k, wanted)?;
                 if wanted {
                     let tokens = &places[piece.rows.clone()];
                     let (layer, values) = (index, &scores[..]);

@@ -159,11 +159,14 @@ impl<B: Backend> Loader<'_, B> {
         let ffn = FfnWeights {
             router: self.matrix(&name("ffn_gate_inp.weight"))?,
             rule: self.backend.router_rule(self.router_rule(layer)?)?,
-            experts: self.backend.experts(self.source, &GatedFfn {
-                gate: self.places(&name("ffn_gate_exps.weight"), n_experts)?,
-                up: self.places(&name("ffn_up_exps.weight"), n_experts)?,
-                down: self.places(&name("ffn_down_exps.weight"), n_experts)?,
-            })?,
+            experts: self.backend.experts(
+                self.source,
+                &GatedFfn {
+                    gate: self.places(&name("ffn_gate_exps.weight"), n_experts)?,
+                    up: self.places(&name("ffn_up_exps.weight"), n_experts)?,
+                    down: self.places(&name("ffn_down_exps.weight"), n_experts)?,
+                },
+            )?,
             shared: GatedFfn {
                 gate: self.matrix(&name("ffn_gate_shexp.weight"))?,
                 up: self.matrix(&name("ffn_up_shexp.weight"))?,

@@ -335,8 +335,12 @@ pub trait Backend: Send + Sync {
     /// A copy of some rows.
     fn rows(&self, tensor: &Self::Tensor, rows: Range<usize>) -> Result<Self::Tensor, RunnerError>;
     /// Writes all rows of `part` over those of `tensor` from `first` on.
-    fn put_rows(&self, tensor: &mut Self::Tensor, first: usize, part: &Self::Tensor)
-    -> Result<(), RunnerError>;
+    fn put_rows(
+        &self,
+        tensor: &mut Self::Tensor,
+        first: usize,
+        part: &Self::Tensor,
+    ) -> Result<(), RunnerError>;
     /// The first value that is NaN or infinite: row, column, value.
     fn first_not_finite(&self, tensor: &Self::Tensor) -> Result<Option<(usize, usize, f32)>, RunnerError>;
 

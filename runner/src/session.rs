@@ -366,9 +366,9 @@ impl Session<'_> {
     ) -> Result<Vec<f32>, RunnerError> {
         self.model.check_tokens(self.n_tokens(), tokens)?;
         let running = &mut self.running;
-        self.model.threads.install(|| {
-            with_sequence!(running, (engine, sequence) => engine.prefill(sequence, tokens, observer))
-        })
+        self.model.threads.install(
+            || with_sequence!(running, (engine, sequence) => engine.prefill(sequence, tokens, observer)),
+        )
     }
 
     /// Reads one token. Returns the logits `[vocab_size]` behind it.

@@ -73,8 +73,7 @@ fn greedy_answers_equal_transformers() {
     if !device_is_there("greedy answers") {
         return;
     }
-    let options =
-        Options { numerics: Numerics::Exact, processor: Processor::Cuda(0), ..Options::default() };
+    let options = Options { numerics: Numerics::Exact, processor: Processor::Cuda(0), ..Options::default() };
     let model = Model::open(checkpoint(), options).unwrap();
     let answers = fs::read(checkpoint().join("../golden/answers.json")).unwrap();
     let answers: Vec<Value> = serde_json::from_slice(&answers).unwrap();

@@ -6,8 +6,8 @@ use anyhow::Context;
 use clap::Args;
 use gguf_tools::checkpoint::Checkpoint;
 use gguf_tools::gguf::Gguf;
-use runner::tokenizer::Tokenizer;
 use runner::cuda::driver::{Device, driver_is_present};
+use runner::tokenizer::Tokenizer;
 use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
 
 /// Which model, and how it is computed.

@@ -214,9 +214,7 @@ impl CudaBackend {
         let mut scores = self.pool.take::<f32>(n_queries * n_rows, "index scores")?;
         let name = format!("index_scores_{}_{width}", store.rows.suffix());
         let factor = (1.0 / ((width * n_heads) as f64).sqrt()) as f32;
-        let arguments = Arguments::new()
-            .read(queries.rows(&piece.rows))
-            .read(head_weights.rows(&piece.rows));
+        let arguments = Arguments::new().read(queries.rows(&piece.rows)).read(head_weights.rows(&piece.rows));
         let arguments = read_rows(arguments, &store.rows)
             .read(places.positions())
             .write(&scores.view_mut())
@@ -273,7 +271,9 @@ impl CudaBackend {
         };
         let n_parts = (window + most_rows).div_ceil(KEYS_PER_PART);
         let mut parts = (n_tokens <= SPLIT_TOKENS)
-            .then(|| self.pool.take::<f32>(n_tokens * n_heads * n_parts * (2 + head_dim), "parts of attention"))
+            .then(|| {
+                self.pool.take::<f32>(n_tokens * n_heads * n_parts * (2 + head_dim), "parts of attention")
+            })
             .transpose()?;
         let name = format!("attend_{}_{head_dim}", stores.window.suffix());
         let range = piece.rows.start * output.width..piece.rows.end * output.width;

@@ -214,7 +214,11 @@ impl CudaBackend {
         Ok(output)
     }
 
-    fn kept_values<T: super::pool::Pooled>(&self, values: &[T], what: &str) -> Result<PoolBuffer<T>, CudaError> {
+    fn kept_values<T: super::pool::Pooled>(
+        &self,
+        values: &[T],
+        what: &str,
+    ) -> Result<PoolBuffer<T>, CudaError> {
         let mut buffer = self.kept.take(values.len(), what)?;
         self.gpu.device.write(&mut buffer.view_mut(), values)?;
         Ok(buffer)
@@ -224,7 +228,9 @@ impl CudaBackend {
     fn stack(&self, source: &Arc<dyn WeightSource>, places: &[MatrixPlace]) -> Result<Matrix, RunnerError> {
         let Some(&first) = places.first() else {
             let what = "a layer's experts".to_owned();
-            return Err(CudaError::Shape { what, found: "none".into(), expected: "at least one".into() }.into());
+            return Err(
+                CudaError::Shape { what, found: "none".into(), expected: "at least one".into() }.into()
+            );
         };
         let rows = first.rows * places.len();
         let follows = |pair: &[MatrixPlace]| {
@@ -589,8 +595,7 @@ impl Backend for CudaBackend {
 
     fn add(&self, tensor: &mut CudaTensor, other: &CudaTensor) -> Result<(), RunnerError> {
         let n = tensor.values.len();
-        let arguments =
-            Arguments::new().write(&tensor.values.view_mut()).read(other.values.view()).int(n);
+        let arguments = Arguments::new().write(&tensor.values.view_mut()).read(other.values.view()).int(n);
         self.launch("rows", "add_rows", Launch::over(n), arguments)
     }
 
@@ -739,8 +744,7 @@ impl Backend for CudaBackend {
     ) -> Result<CudaTensor, RunnerError> {
         let (tokens, n_used, pass) = (input.tokens, routing.n_used, self.pass());
         let mut output = self.tensor(tokens, experts.outputs())?;
-        let mut mids =
-            tap.is_some().then(|| self.tensor(tokens * n_used, experts.width())).transpose()?;
+        let mut mids = tap.is_some().then(|| self.tensor(tokens * n_used, experts.width())).transpose()?;
         self.with_workspace(experts.workspace_bytes(tokens, n_used, pass), |workspace| {
             let work = Routed {
                 input: input.values.view(),
@@ -796,7 +800,8 @@ fn show_experts(
     for (expert, slots) in slots_of {
         let rows: Vec<usize> = slots.iter().map(|slot| slot / routing.n_used).collect();
         let weights: Vec<f32> = slots.iter().map(|&slot| routing.weights[slot]).collect();
-        let gathered: Vec<f32> = rows.iter().flat_map(|row| &inputs[row * width..][..width]).copied().collect();
+        let gathered: Vec<f32> =
+            rows.iter().flat_map(|row| &inputs[row * width..][..width]).copied().collect();
         let mids: Vec<f32> = slots.iter().flat_map(|slot| &mids[slot * inner..][..inner]).copied().collect();
         tap(expert as usize, &rows, &weights, &gathered, &mids);
     }

@@ -70,7 +70,13 @@ pub(super) struct CompressorStore {
 }
 
 impl CompressorStore {
-    fn new(pool: &Pool, halves: bool, ratio: usize, width: usize, capacity: usize) -> Result<Self, CudaError> {
+    fn new(
+        pool: &Pool,
+        halves: bool,
+        ratio: usize,
+        width: usize,
+        capacity: usize,
+    ) -> Result<Self, CudaError> {
         let doubled = if overlapping(ratio) { 2 } else { 1 };
         let (n_slots, token_width) = (doubled * ratio, doubled * width);
         let state = || pool.take(n_slots * token_width, "the state of a compressor");

@@ -142,9 +142,8 @@ pub(super) fn compare(expected: &[f32], found: &[f32], width: usize, tolerance: 
     }
     let rms = (sum / expected.len().max(1) as f64).sqrt();
     let passed = rms <= tolerance.rms && worst <= tolerance.largest;
-    let place = |i: usize| {
-        format!("[{}, {}] is {:e}, expected {:e}", i / width, i % width, found[i], expected[i])
-    };
+    let place =
+        |i: usize| format!("[{}, {}] is {:e}, expected {:e}", i / width, i % width, found[i], expected[i]);
     let mut detail = format!(
         "rms {rms:.2e} of {:.0e}, largest {worst:.2e} of {:.0e}, {n_equal} of {} bits equal",
         tolerance.rms,
@@ -169,13 +168,8 @@ pub(super) fn same_bits(expected: &[f32], found: &[f32], width: usize) -> Verdic
     let mut detail = format!("{n_wrong} of {} values differ ({} found)", expected.len(), found.len());
     if let Some(i) = first {
         let width = width.max(1);
-        detail += &format!(
-            "; first [{}, {}] is {:e}, expected {:e}",
-            i / width,
-            i % width,
-            found[i],
-            expected[i]
-        );
+        detail +=
+            &format!("; first [{}, {}] is {:e}, expected {:e}", i / width, i % width, found[i], expected[i]);
     }
     Verdict { passed, detail }
 }
@@ -184,11 +178,7 @@ pub(super) fn same_bits(expected: &[f32], found: &[f32], width: usize) -> Verdic
 ///
 /// # Errors
 /// If the device or the model cannot be opened at all.
-pub fn self_test(
-    test: &SelfTest<'_>,
-    group: Group,
-    each: &mut dyn FnMut(&Check),
-) -> Result<(), RunnerError> {
+pub fn self_test(test: &SelfTest<'_>, group: Group, each: &mut dyn FnMut(&Check)) -> Result<(), RunnerError> {
     let mut report = Report { each };
     match group {
         Group::Rows => operations::rows(test, &mut report),

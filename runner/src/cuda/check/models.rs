@@ -38,7 +38,11 @@ fn all_logits(model: &Model, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, RunnerEr
 }
 
 /// Logits behind each of `n` tokens that are decoded greedily.
-fn greedy(session: &mut Session<'_>, mut logits: Vec<f32>, n: usize) -> Result<(Vec<u32>, Vec<f32>), RunnerError> {
+fn greedy(
+    session: &mut Session<'_>,
+    mut logits: Vec<f32>,
+    n: usize,
+) -> Result<(Vec<u32>, Vec<f32>), RunnerError> {
     let (mut tokens, mut all) = (Vec::new(), Vec::new());
     for _ in 0..n {
         let token = argmax(&logits);
@@ -99,7 +103,8 @@ pub(super) fn model(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), 
                 .map(|(a, b)| a.iter().zip(b).fold(0.0, |worst: f32, (a, b)| worst.max((a - b).abs())))
                 .collect();
             differences.sort_by(f32::total_cmp);
-            verdict.detail += &format!("; median of the largest differences {:.2e}", differences[differences.len() / 2]);
+            verdict.detail +=
+                &format!("; median of the largest differences {:.2e}", differences[differences.len() / 2]);
             let nll = |logits: &[Vec<f32>]| {
                 let mut sum = 0.0;
                 for (text, logits) in texts.iter().zip(logits) {
@@ -135,7 +140,9 @@ pub(super) fn model(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), 
                 Ok::<_, RunnerError>(observer.sums)
             };
             let tolerance = match activations {
-                ActivationPrecision::F32 if numerics == Numerics::Exact => Tolerance { rms: 1e-5, largest: 1e-3 },
+                ActivationPrecision::F32 if numerics == Numerics::Exact => {
+                    Tolerance { rms: 1e-5, largest: 1e-3 }
+                }
                 _ => Tolerance { rms: 0.2, largest: 10.0 },
             };
             let (a, b) = (sums(&cpu)?, sums(&cuda)?);
@@ -171,7 +178,11 @@ pub(super) fn model(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), 
             let started = Instant::now();
             greedy(&mut session, logits, 100)?;
             let wrote = started.elapsed().as_secs_f64();
-            let detail = format!("read 2048 tokens at {:.0} t/s, wrote 100 at {:.0} t/s", 2048.0 / read, 100.0 / wrote);
+            let detail = format!(
+                "read 2048 tokens at {:.0} t/s, wrote 100 at {:.0} t/s",
+                2048.0 / read,
+                100.0 / wrote
+            );
             Ok(Verdict { passed: true, detail })
         });
     }

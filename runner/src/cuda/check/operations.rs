@@ -362,18 +362,7 @@ impl SequenceOf {
             let compress = |cache: &mut B::Cache, target, values, gates, weights| {
                 let (values, gates) = (part(values)?, part(gates)?);
                 let place = at.clone();
-                b.compress(
-                    cache,
-                    target,
-                    &values,
-                    &gates,
-                    &piece,
-                    place,
-                    weights,
-                    &rope,
-                    1e-6,
-                    self.numerics,
-                )
+                b.compress(cache, target, &values, &gates, &piece, place, weights, &rope, 1e-6, self.numerics)
             };
             if ratio != 0 {
                 compress(&mut cache, CompressedRows::Attention, &values, &gates, &compressor)?;
@@ -454,13 +443,16 @@ impl Machines {
         if let (Ok(expected), Ok(found)) = (expected, found) {
             for ((what, width, expected), (_, _, found)) in expected.iter().zip(&found) {
                 report.run(format!("{name}: {what}"), || {
-                    Ok(if ["experts", "rows taken"].contains(what) && matches!(operation, Operation::Route { .. })
-                        || *what == "rows taken"
-                    {
-                        same_bits(expected, found, *width)
-                    } else {
-                        compare(expected, found, *width, tolerance)
-                    })
+                    Ok(
+                        if ["experts", "rows taken"].contains(what)
+                            && matches!(operation, Operation::Route { .. })
+                            || *what == "rows taken"
+                        {
+                            same_bits(expected, found, *width)
+                        } else {
+                            compare(expected, found, *width, tolerance)
+                        },
+                    )
                 });
             }
         }
