@@ -150,7 +150,7 @@ pub struct HyperConstants {
     pub sinkhorn_iterations: usize,
     /// Added to weights and sums.
     pub epsilon: f32,
-    /// Added to the mean square.
+    /// Added to the mean square, by the norms too.
     pub rms_epsilon: f32,
 }
 
@@ -324,6 +324,15 @@ pub trait Backend: Send + Sync {
     ) -> Result<Recorded<Self::Tensor, Self::Recording>, RunnerError>;
     /// Does what was recorded, with what places and caches hold now; gives the pass's result.
     fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a Self::Tensor, RunnerError>;
+    /// Does work that may run beside what is queued after it, until [`Backend::together`]. It must not touch what that
+    /// other work writes.
+    fn beside(&self, work: &mut dyn FnMut() -> Result<(), RunnerError>) -> Result<(), RunnerError> {
+        work()
+    }
+    /// What comes after this sees the results of all work before.
+    fn together(&self) -> Result<(), RunnerError> {
+        Ok(())
+    }
     /// Zeros, `[tokens, width]`.
     fn zeros(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError>;
     /// The values on the host.
@@ -353,13 +362,15 @@ pub trait Backend: Send + Sync {
         places: RowPlaces<'_, Self>,
         n_streams: usize,
     ) -> Result<Self::Tensor, RunnerError>;
-    /// (3.6) `hc_pre`: the sub-layer's input `[tokens, D]`, and how its output will be mixed in.
+    /// (3.6) `hc_pre`, then (3.1) the norm: the sub-layer's input `[tokens, D]` before and behind the norm, and how its
+    /// output will be mixed in.
     fn hc_pre(
         &self,
         streams: &Self::Tensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<(Self::Tensor, Mix<Self>), RunnerError>;
+        norm: &Self::Vector,
+    ) -> Result<(Self::Tensor, Self::Tensor, Mix<Self>), RunnerError>;
     /// (3.6) `hc_post`: mixes the sub-layer's output into the streams.
     fn hc_post(
         &self,
@@ -367,13 +378,14 @@ pub trait Backend: Send + Sync {
         output: &Self::Tensor,
         mix: &Mix<Self>,
     ) -> Result<(), RunnerError>;
-    /// (3.6) `hc_head`: the streams merged, `[tokens, D]`.
+    /// (3.6) `hc_head`, then (3.1) the norm: the streams merged, before and behind the norm, `[tokens, D]`.
     fn hc_head(
         &self,
         streams: &Self::Tensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<Self::Tensor, RunnerError>;
+        norm: &Self::Vector,
+    ) -> Result<(Self::Tensor, Self::Tensor), RunnerError>;
 
     // Matrices and norms.
 

@@ -10,6 +10,8 @@ use serde::Serialize;
 use crate::cpu::CpuBackend;
 use crate::cuda::CudaBackend;
 use crate::engine::{Engine, SavedSequence, Sequence};
+use crate::cuda::driver::KernelShare;
+use crate::cuda::self_test::read_bandwidth;
 use crate::error::RunnerError;
 use crate::forward::{Directions, Steering};
 use crate::load::load;
@@ -206,6 +208,17 @@ impl Model {
         }
     }
 
+    /// Bytes a second that the device's memory gives to a kernel that only reads; `None` on a CPU.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn device_bandwidth(&self) -> Result<Option<f64>, RunnerError> {
+        match &self.machine {
+            Machine::Cpu(_) => Ok(None),
+            Machine::Cuda(engine) => Ok(Some(read_bandwidth(engine.backend.gpu())?)),
+        }
+    }
+
     /// An empty sequence.
     pub fn session(&self) -> Session<'_> {
         let running = match &self.machine {
@@ -380,7 +393,32 @@ impl Session<'_> {
         let running = &mut self.running;
         self.model
             .threads
-            .install(|| with_sequence!(running, (engine, sequence) => engine.decode(sequence, token)))
+            .install(|| with_sequence!(running, (engine, sequence) => {
+                engine.decode(sequence, token, engine.options.record_steps)
+            }))
+    }
+
+    /// [`Session::prefill`], or [`Session::decode`] of a single token (if `work` says so), with the time of every kernel,
+    /// the longest first. Kernels run one after the other then.
+    ///
+    /// # Errors
+    /// As these, or if the model is not on a GPU.
+    pub fn profile(&mut self, tokens: &[u32], work: Work) -> Result<Vec<KernelShare>, RunnerError> {
+        self.model.check_tokens(self.n_tokens(), tokens)?;
+        let Running::Cuda(engine, sequence) = &mut self.running else {
+            return Err(RunnerError::BadOption {
+                option: "profile",
+                found: CpuBackend::NAME.into(),
+                expected: "a model on a GPU",
+            });
+        };
+        let ((), shares) = self.model.threads.install(|| {
+            engine.backend.profile(|| match (work, tokens) {
+                (Work::Token, &[token]) => engine.decode(sequence, token, false).map(drop),
+                _ => engine.prefill(sequence, tokens, &mut NoObserver).map(drop),
+            })
+        })?;
+        Ok(shares)
     }
 
     /// The state now.

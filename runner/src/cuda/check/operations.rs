@@ -204,9 +204,11 @@ fn streams<B: Backend>(lab: &Lab<'_, B>, tokens: usize, width: usize) -> Result<
         scale: b.vector(vec![0.7, 0.4, 1.3])?,
         base: b.vector(noise(3, 24))?,
     };
-    let (x, mix) = b.hc_pre(&state, &weights, constants)?;
+    let norm = b.vector(noise(6, width))?;
+    let (x, normed, mix) = b.hc_pre(&state, &weights, constants, &norm)?;
     let mut results = vec![
         ("merged", width, lab.read(&x)?),
+        ("normed", width, lab.read(&normed)?),
         ("post", m, lab.read(&mix.post)?),
         ("comb", m * m, lab.read(&mix.comb)?),
     ];
@@ -217,7 +219,9 @@ fn streams<B: Backend>(lab: &Lab<'_, B>, tokens: usize, width: usize) -> Result<
         scale: b.vector(vec![0.7])?,
         base: b.vector(noise(5, m))?,
     };
-    results.push(("head", width, lab.read(&b.hc_head(&state, &head, constants)?)?));
+    let (x, normed) = b.hc_head(&state, &head, constants, &norm)?;
+    results.push(("head", width, lab.read(&x)?));
+    results.push(("head, normed", width, lab.read(&normed)?));
     Ok(results)
 }
 
