@@ -61,6 +61,7 @@ units! {
     "matrix_generate" false,
     "matrix_decode" true,
     "matrix_experts" true,
+    "matrix_prefill" true,
 }
 
 impl Unit {

@@ -2,11 +2,10 @@
 // inputs are f16; sums are f32.
 //
 // A block has 256 rows (or 128 of gate and the same 128 of up) and up to 64 inputs. Codes and inputs come through
-// shared memory, three steps of KC columns deep. The columns of a step are permuted so that the eight weights a lane
+// shared memory, two or three steps of KC columns deep, so that they fit a block's 99 KiB of the smaller chips. The columns of a step are permuted so that the eight weights a lane
 // holds of one row in one go are neighbours in the format's bytes; inputs are stored in that order beforehand, eight
 // columns (a piece) staying together. A sum's order is that of the columns, whatever else is computed with it.
 
-#define STAGES 3
 #define TILE_TOKENS 64
 #define TILE_ROWS 256
 #define THREADS 256
@@ -33,15 +32,16 @@ static __device__ __forceinline__ void widen_codes(u32 first, u32 second, u32 fa
     w[3] = fma_halves(subtract_halves(biased(second, 0x4342), bias), factor, minimum);
 }
 
-// Each format: columns a step (KC), pieces of 16 bytes that a row has in a step, and how far rows lie apart in shared
-// memory. `piece` says where a piece comes from; `scale` is a register that is loaded one step ahead; `widen` gives, from
+// Each format: columns a step (KC), steps in shared memory (STAGES), pieces of 16 bytes that a row has in a step, and how
+// far rows lie apart in shared memory. `piece` says where a piece comes from; `scale` is a register that is loaded one step ahead; `widen` gives, from
 // the row in shared memory, eight weights of one of KC / 32 parts of a step.
 struct Iq2Xxs {
-    static constexpr int KC = 128, PIECES = 2, PITCH = 32, TABLE_BYTES = 4096;
+    static constexpr int KC = 128, STAGES = 3, PIECES = 2, PITCH = 32, TABLE_BYTES = 4096;
     typedef u16 Scale;
     static __device__ void fill(uint4* table) {
         for (u32 i = threadIdx.x; i < 256; i += THREADS) {
             u32 halves[4];
+#pragma unroll
             for (int k = 0; k < 4; k++) {
                 u32 codes = d_iq2_xxs[i] >> (4 * k);
                 float low = (codes & 3) == 0 ? 8.0f : (codes & 3) == 1 ? 25.0f : 43.0f;
@@ -73,7 +73,7 @@ struct Iq2Xxs {
 
 struct Q2K {
     // Codes of half a block, and the scales of all of it.
-    static constexpr int KC = 128, PIECES = 3, PITCH = 48, TABLE_BYTES = 0;
+    static constexpr int KC = 128, STAGES = 2, PIECES = 3, PITCH = 48, TABLE_BYTES = 0;
     typedef u32 Scale;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
@@ -96,7 +96,7 @@ struct Q2K {
 
 struct Q4K {
     // Codes of half a block, and its head: d, dmin and twelve bytes of 6-bit scales and minima.
-    static constexpr int KC = 128, PIECES = 5, PITCH = 80, TABLE_BYTES = 0;
+    static constexpr int KC = 128, STAGES = 2, PIECES = 5, PITCH = 80, TABLE_BYTES = 0;
     typedef u16 Scale;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
@@ -124,7 +124,7 @@ struct Q4K {
 };
 
 struct Mxfp4 {
-    static constexpr int KC = 128, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
+    static constexpr int KC = 128, STAGES = 2, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
     typedef u8 Scale;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
@@ -135,23 +135,25 @@ struct Mxfp4 {
         return load_once(w.planes + w.rows * (columns / 2) + scales + step * 4);
     }
     // Two codes, in the high bytes of two halves: sign, exponent and mantissa put where f16 has them give 2^-14 times the
-    // value.
-    static __device__ __forceinline__ u32 value(u32 codes, u32 factor) {
-        return multiply_halves((codes << 1 & 0x0e000e00u) | (codes << 4 & 0x80008000u), factor);
+    // value. Two products, so that no scale whose values fit f16 overflows by itself.
+    static __device__ __forceinline__ u32 value(u32 codes, u32 scale) {
+        const u32 two_to_14 = 0x74007400u;
+        u32 small = (codes << 1 & 0x0e000e00u) | (codes << 4 & 0x80008000u);
+        return multiply_halves(multiply_halves(small, two_to_14), scale);
     }
     static __device__ __forceinline__ void widen(const u8* row, Scale exponent, u32, u32 t, int part, const uint4*, u32* w) {
         uint2 raw = *(const uint2*)(row + 16 * t + part % 2 * 8);
         u32 first = raw.x >> (part / 2 * 4) & 0x0f0f0f0fu, second = raw.y >> (part / 2 * 4) & 0x0f0f0f0fu;
-        u32 factor = twice(__uint_as_float((u32)(exponent + 14) << 23));
-        w[0] = value(__byte_perm(first, 0, 0x1404), factor);
-        w[1] = value(__byte_perm(first, 0, 0x3424), factor);
-        w[2] = value(__byte_perm(second, 0, 0x1404), factor);
-        w[3] = value(__byte_perm(second, 0, 0x3424), factor);
+        u32 scale = twice(__uint_as_float((u32)exponent << 23));
+        w[0] = value(__byte_perm(first, 0, 0x1404), scale);
+        w[1] = value(__byte_perm(first, 0, 0x3424), scale);
+        w[2] = value(__byte_perm(second, 0, 0x1404), scale);
+        w[3] = value(__byte_perm(second, 0, 0x3424), scale);
     }
 };
 
 struct Q8_0 {
-    static constexpr int KC = 64, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
+    static constexpr int KC = 64, STAGES = 3, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
     typedef u16 Scale;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
@@ -175,16 +177,16 @@ struct Q8_0 {
 };
 
 struct F16 {
-    static constexpr int KC = 64, PIECES = 8, PITCH = 192, TABLE_BYTES = 0;
+    static constexpr int KC = 32, STAGES = 3, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
     typedef u16 Scale;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
-        return w.planes + row * (2 * columns) + step * 128 + piece * 16;
+        return w.planes + row * (2 * columns) + step * 64 + piece * 16;
     }
     static __device__ __forceinline__ u32 scales(u32, u32, u32) { return 0; }
     static __device__ __forceinline__ Scale scale(const Weights&, u32, u32, u32) { return 0; }
-    static __device__ __forceinline__ void widen(const u8* row, Scale, u32, u32 t, int part, const uint4*, u32* w) {
-        uint4 v = *(const uint4*)(row + 64 * part + 16 * t);
+    static __device__ __forceinline__ void widen(const u8* row, Scale, u32, u32 t, int, const uint4*, u32* w) {
+        uint4 v = *(const uint4*)(row + 16 * t);
         w[0] = v.x;
         w[1] = v.y;
         w[2] = v.z;
@@ -196,15 +198,18 @@ struct F16 {
 struct Inputs {
     const u16* values;
     u64 stride;
-    const u32* rows;
+    // Volatile, so that addresses made of them are not kept in registers.
+    const volatile u32* rows;
     u32 count;
 };
 
 // Where in shared memory the stages are.
 template <class F> struct Stages {
     static constexpr int CODES = TILE_ROWS * F::PITCH;
-    static constexpr int INPUT_PITCH = F::KC * 2 + 64;
+    // Eight lanes that read together meet every bank once.
+    static constexpr int INPUT_PITCH = F::KC == 32 ? 64 : F::KC * 2 + 64;
     static constexpr int BYTES = CODES + TILE_TOKENS * INPUT_PITCH;
+    static constexpr int ALL_BYTES = F::STAGES * BYTES;
 };
 
 // Which rows a tile has, in shared memory: a row of a matrix, and in the top bit which of two matrices.
@@ -217,7 +222,10 @@ template <class F>
 static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weights& first, const Weights& second,
                                             const TileRows& rows, u32 columns, const Inputs& x, u8* memory,
                                             const uint4* table) {
-    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
+    // Opaque, so that nothing made of them is computed before a loop over tiles and kept in registers all the while.
+    u32 thread = threadIdx.x;
+    asm volatile("" : "+r"(thread), "+r"(columns));
+    const u32 lane = thread % WARP, warp = thread / WARP, g = lane / 4, t = lane % 4;
     const u32 steps = columns / F::KC, input_tiles = (x.count + 7) / 8;
     constexpr int INPUT_PIECES = F::KC / 8, SLOTS = F::PIECES > 4 ? 8 : F::PIECES > 2 ? 4 : 2;
 #pragma unroll
@@ -228,11 +236,10 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
             for (int i = 0; i < 4; i++) sums[m][n][i] = 0.0f;
         }
     }
-    auto fetch = [&](u32 step) {
-        u8* stage = memory + step % STAGES * Stages<F>::BYTES;
+    auto fetch = [&](u32 step, u8* stage) {
 #pragma unroll
         for (int i = 0; i < SLOTS; i++) {
-            u32 index = i * THREADS + threadIdx.x, local = index / SLOTS, piece = index % SLOTS, row = rows[local];
+            u32 index = i * THREADS + thread, local = index / SLOTS, piece = index % SLOTS, row = rows[local];
             if (piece < F::PIECES) {
                 copy_async(shared_address(stage + local * F::PITCH + piece * 16),
                            F::piece(row & SECOND ? second : first, row & ~SECOND, columns, step, piece));
@@ -240,7 +247,7 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
         }
 #pragma unroll
         for (int i = 0; i < TILE_TOKENS * INPUT_PIECES / THREADS; i++) {
-            u32 n = (i * THREADS + threadIdx.x) / INPUT_PIECES, piece = threadIdx.x % INPUT_PIECES;
+            u32 n = (i * THREADS + thread) / INPUT_PIECES, piece = thread % INPUT_PIECES;
             if (n < input_tiles * 8) {
                 bool inside = n < x.count;
                 const u16* from = x.values + x.rows[inside ? n : 0] * x.stride + step * F::KC + piece * 8;
@@ -250,33 +257,35 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
         }
     };
     // The four rows of this lane: g and g + 8 of both m. Where there are two matrices, m says which.
-    u32 scale_rows[4];
+    auto scale = [&](int r, u32 step) {
+        u32 row = rows[warp * 32 + r * 8 + g] & ~SECOND;
+        return F::scale(r < 2 ? first : second, columns, F::scales(row, columns, t), step);
+    };
     typename F::Scale scales[4], next_scales[4];
 #pragma unroll
-    for (int r = 0; r < 4; r++) {
-        scale_rows[r] = F::scales(rows[warp * 32 + r * 8 + g] & ~SECOND, columns, t);
-        next_scales[r] = F::scale(r < 2 ? first : second, columns, scale_rows[r], 0);
-    }
+    for (int r = 0; r < 4; r++) next_scales[r] = scale(r, 0);
 #pragma unroll
-    for (int stage = 0; stage < STAGES - 1; stage++) {
-        if (stage < steps) fetch(stage);
+    for (int stage = 0; stage < F::STAGES - 1; stage++) {
+        if (stage < steps) fetch(stage, memory + stage * Stages<F>::BYTES);
         copies_commit();
     }
+    // Where the step to be computed lies, and where the step that is fetched meanwhile is put.
+    u32 own = 0, fetched = (F::STAGES - 1) * Stages<F>::BYTES;
 #pragma unroll 1
     for (u32 step = 0; step < steps; step++) {
-        copies_wait<STAGES - 2>();
+        copies_wait<F::STAGES - 2>();
         __syncthreads();
-        if (step + STAGES - 1 < steps) fetch(step + STAGES - 1);
+        if (step + F::STAGES - 1 < steps) fetch(step + F::STAGES - 1, memory + fetched);
         copies_commit();
-        const u8* codes = memory + step % STAGES * Stages<F>::BYTES;
+        fetched = own;
+        const u8* codes = memory + own;
+        own = own == (F::STAGES - 1) * Stages<F>::BYTES ? 0 : own + Stages<F>::BYTES;
         const u8* inputs = codes + Stages<F>::CODES + g * Stages<F>::INPUT_PITCH + t * 16;
         codes += (warp * 32 + g) * F::PITCH;
 #pragma unroll
         for (int r = 0; r < 4; r++) {
             scales[r] = next_scales[r];
-            if (step + 1 < steps) {
-                next_scales[r] = F::scale(r < 2 ? first : second, columns, scale_rows[r], step + 1);
-            }
+            if (step + 1 < steps) next_scales[r] = scale(r, step + 1);
         }
         // Unrolled, the parts would need more registers than there are.
 #pragma unroll 1
@@ -311,7 +320,7 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
 // out[token, row] = matrix[row, .] . x[token, group of the row, .].
 // Grid: (token tiles, row tiles of a group, groups).
 template <class F>
-static __device__ __forceinline__ void dense(Weights matrix, const u16* x, u64 stride, u32 columns, u32 group_rows,
+static __device__ __forceinline__ void dense(const Weights& matrix, const u16* x, u64 stride, u32 columns, u32 group_rows,
                                              u32 tokens, float* out) {
     extern __shared__ uint4 shared_memory[];
     __shared__ u32 rows_of_x[TILE_TOKENS];
@@ -320,11 +329,11 @@ static __device__ __forceinline__ void dense(Weights matrix, const u16* x, u64 s
     if (threadIdx.x < TILE_TOKENS) rows_of_x[threadIdx.x] = first_token + threadIdx.x;
     rows[threadIdx.x] = group * group_rows + min(first + threadIdx.x, group_rows - 1);
     u8* memory = (u8*)shared_memory;
-    F::fill((uint4*)(memory + STAGES * Stages<F>::BYTES));
+    F::fill((uint4*)(memory + Stages<F>::ALL_BYTES));
     __syncthreads();
     Inputs inputs = {x + (u64)group * columns, stride, rows_of_x, min(tokens - first_token, (u32)TILE_TOKENS)};
     float sums[2][8][4];
-    tile<F>(sums, matrix, matrix, rows, columns, inputs, memory, (const uint4*)(memory + STAGES * Stages<F>::BYTES));
+    tile<F>(sums, matrix, matrix, rows, columns, inputs, memory, (const uint4*)(memory + Stages<F>::ALL_BYTES));
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int m = 0; m < 2; m++) {
@@ -390,6 +399,13 @@ static __device__ __forceinline__ u32 permuted(u32 column, u64 pieces, u32 step_
     return column - within + (u32)(pieces >> (within / 8 * 4) & 15) * 8 + within % 8;
 }
 
+// As `swiglu`, with a division that is off by up to two units in the last place.
+static __device__ __forceinline__ float quick_swiglu(float gate, float up, float limit) {
+    gate = fminf(gate, limit);
+    up = fminf(fmaxf(up, -limit), limit);
+    return __fdividef(gate, 1.0f + expf(-gate)) * up;
+}
+
 // What the kernels for experts share.
 struct Sorted {
     const u32* starts;
@@ -399,50 +415,72 @@ struct Sorted {
     u32 unused;
 };
 
+// A tile of the work of `gate_up` and `down`, in shared memory: what is needed again behind the products need not stay in
+// registers meanwhile.
+struct Tile {
+    u32 expert;
+    u32 first_row;
+    u32 place;
+    u32 count;
+};
+
+// Tile `index` of those of all experts; tiles of the same weights follow each other.
+static __device__ __forceinline__ void find_tile(volatile Tile& tile, const Sorted& sorted, const u32* before, u32 index,
+                                                 u32 row_tiles, u32 tile_rows) {
+    u32 expert = expert_of(before, sorted.n_experts, index / row_tiles);
+    u32 start = sorted.starts[expert], end = sorted.starts[expert + 1];
+    u32 expert_tiles = (end - start + TILE_TOKENS - 1) / TILE_TOKENS, within = index - before[expert] * row_tiles;
+    u32 place = start + within % expert_tiles * TILE_TOKENS;
+    tile.expert = expert;
+    tile.first_row = within / expert_tiles * tile_rows;
+    tile.place = place;
+    tile.count = min(end - place, (u32)TILE_TOKENS);
+}
+
 // mids[place, .] = weight * swiglu(gate x, up x) as f16, in the order that the down product wants;
 // plain[item, .]: without the weight, f32, if wanted. A block takes tiles in turn.
 template <class F>
-static __device__ __forceinline__ void gate_up(Weights gate, Weights up, const Sorted& sorted, const u16* x, u32 n_used,
-                                               const float* weights, u32 columns, u32 rows, float limit, u64 pieces,
-                                               u32 step_columns, u16* mids, float* plain) {
+static __device__ __forceinline__ void gate_up(const Weights& gate, const Weights& up, const Sorted& sorted, const u16* x,
+                                               u32 n_used, const float* weights, u32 columns, u32 rows, float limit,
+                                               u64 pieces, u32 step_columns, u16* mids, float* plain) {
     extern __shared__ uint4 shared_memory[];
     __shared__ u32 rows_of_x[TILE_TOKENS], items[TILE_TOKENS];
     __shared__ TileRows tile_rows;
+    __shared__ volatile Tile now;
     u8* memory = (u8*)shared_memory;
-    uint4* table = (uint4*)(memory + STAGES * Stages<F>::BYTES);
+    uint4* table = (uint4*)(memory + Stages<F>::ALL_BYTES);
     u32* before = (u32*)((u8*)table + F::TABLE_BYTES);
     F::fill(table);
-    const u32 token_tiles = count_tiles(sorted.starts, sorted.n_experts, before), row_tiles = (rows + 127) / 128;
-    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    for (u32 index = blockIdx.x; index < token_tiles * row_tiles; index += gridDim.x) {
-        // Tiles of the same weights follow each other.
-        u32 low = index / row_tiles, expert = expert_of(before, sorted.n_experts, low);
-        u32 expert_tiles = (sorted.starts[expert + 1] - sorted.starts[expert] + TILE_TOKENS - 1) / TILE_TOKENS;
-        u32 within = index - before[expert] * row_tiles;
-        u32 first = within / expert_tiles * 128, place = sorted.starts[expert] + within % expert_tiles * TILE_TOKENS;
-        u32 count = min(sorted.starts[expert + 1] - place, (u32)TILE_TOKENS);
-        if (threadIdx.x < count) {
-            items[threadIdx.x] = sorted.order[place + threadIdx.x];
-            rows_of_x[threadIdx.x] = items[threadIdx.x] / n_used;
-        }
-        u32 local = threadIdx.x / 32 * 16 + threadIdx.x % 16;
-        tile_rows[threadIdx.x] =
-            (expert * rows + min(first + local, rows - 1)) | (threadIdx.x / 16 % 2 ? SECOND : 0);
+    const u32 row_tiles = (rows + 127) / 128, tiles = count_tiles(sorted.starts, sorted.n_experts, before) * row_tiles;
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+        if (threadIdx.x == 0) find_tile(now, sorted, before, index, row_tiles, 128);
         __syncthreads();
-        Inputs inputs = {x, columns, rows_of_x, count};
+        if (threadIdx.x < now.count) {
+            u32 item = sorted.order[now.place + threadIdx.x];
+            items[threadIdx.x] = item;
+            rows_of_x[threadIdx.x] = item / n_used;
+        }
+        u32 row = min(now.first_row + threadIdx.x / 32 * 16 + threadIdx.x % 16, rows - 1);
+        tile_rows[threadIdx.x] = (now.expert * rows + row) | (threadIdx.x / 16 % 2 ? SECOND : 0);
+        __syncthreads();
+        Inputs inputs = {x, columns, rows_of_x, now.count};
         float sums[2][8][4];
         tile<F>(sums, gate, up, tile_rows, columns, inputs, memory, table);
+        const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
+        for (int i = 0; i < 4; i += 2) {
+            u32 row = now.first_row + warp * 16 + i / 2 * 8 + g, column = permuted(row, pieces, step_columns);
 #pragma unroll
-            for (int i = 0; i < 4; i++) {
-                u32 row = first + warp * 16 + i / 2 * 8 + g, token = n * 8 + t * 2 + i % 2;
-                if (row < rows && token < count) {
-                    float mid = swiglu(sums[0][n][i], sums[1][n][i], limit);
-                    u32 item = items[token];
-                    if (plain) plain[(u64)item * rows + row] = mid;
-                    mids[(u64)(place + token) * rows + permuted(row, pieces, step_columns)] =
-                        float_to_half(mid * weights[item]);
+            for (int n = 0; n < 8; n++) {
+#pragma unroll
+                for (int j = 0; j < 2; j++) {
+                    u32 token = n * 8 + t * 2 + j;
+                    if (row < rows && token < now.count) {
+                        float mid = quick_swiglu(sums[0][n][i + j], sums[1][n][i + j], limit);
+                        u32 item = items[token];
+                        if (plain) plain[(u64)item * rows + row] = mid;
+                        mids[(u64)(now.place + token) * rows + column] = float_to_half(mid * weights[item]);
+                    }
                 }
             }
         }
@@ -452,42 +490,39 @@ static __device__ __forceinline__ void gate_up(Weights gate, Weights up, const S
 
 // parts[item, .] = down(expert of the item) . mids[place, .]. A block takes tiles in turn.
 template <class F>
-static __device__ __forceinline__ void down(Weights matrix, const Sorted& sorted, const u16* mids, u32 columns, u32 rows,
-                                            float* parts) {
+static __device__ __forceinline__ void down(const Weights& matrix, const Sorted& sorted, const u16* mids, u32 columns,
+                                            u32 rows, float* parts) {
     extern __shared__ uint4 shared_memory[];
     __shared__ u32 rows_of_x[TILE_TOKENS], items[TILE_TOKENS];
     __shared__ TileRows tile_rows;
+    __shared__ volatile Tile now;
     u8* memory = (u8*)shared_memory;
-    uint4* table = (uint4*)(memory + STAGES * Stages<F>::BYTES);
+    uint4* table = (uint4*)(memory + Stages<F>::ALL_BYTES);
     u32* before = (u32*)((u8*)table + F::TABLE_BYTES);
     F::fill(table);
-    const u32 token_tiles = count_tiles(sorted.starts, sorted.n_experts, before);
     const u32 row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
-    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
-    for (u32 index = blockIdx.x; index < token_tiles * row_tiles; index += gridDim.x) {
-        u32 low = index / row_tiles, expert = expert_of(before, sorted.n_experts, low);
-        u32 expert_tiles = (sorted.starts[expert + 1] - sorted.starts[expert] + TILE_TOKENS - 1) / TILE_TOKENS;
-        u32 within = index - before[expert] * row_tiles;
-        u32 first = within / expert_tiles * TILE_ROWS;
-        u32 place = sorted.starts[expert] + within % expert_tiles * TILE_TOKENS;
-        u32 count = min(sorted.starts[expert + 1] - place, (u32)TILE_TOKENS);
-        if (threadIdx.x < count) {
-            items[threadIdx.x] = sorted.order[place + threadIdx.x];
-            rows_of_x[threadIdx.x] = place + threadIdx.x;
-        }
-        tile_rows[threadIdx.x] = expert * rows + min(first + threadIdx.x, rows - 1);
+    const u32 tiles = count_tiles(sorted.starts, sorted.n_experts, before) * row_tiles;
+    for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
+        if (threadIdx.x == 0) find_tile(now, sorted, before, index, row_tiles, TILE_ROWS);
         __syncthreads();
-        Inputs inputs = {mids, columns, rows_of_x, count};
+        if (threadIdx.x < now.count) {
+            items[threadIdx.x] = sorted.order[now.place + threadIdx.x];
+            rows_of_x[threadIdx.x] = now.place + threadIdx.x;
+        }
+        tile_rows[threadIdx.x] = now.expert * rows + min(now.first_row + threadIdx.x, rows - 1);
+        __syncthreads();
+        Inputs inputs = {mids, columns, rows_of_x, now.count};
         float sums[2][8][4];
         tile<F>(sums, matrix, matrix, tile_rows, columns, inputs, memory, table);
+        const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
 #pragma unroll
             for (int n = 0; n < 8; n++) {
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
-                    u32 row = first + warp * 32 + m * 16 + i / 2 * 8 + g, token = n * 8 + t * 2 + i % 2;
-                    if (row < rows && token < count) parts[(u64)items[token] * rows + row] = sums[m][n][i];
+                    u32 row = now.first_row + warp * 32 + m * 16 + i / 2 * 8 + g, token = n * 8 + t * 2 + i % 2;
+                    if (row < rows && token < now.count) parts[(u64)items[token] * rows + row] = sums[m][n][i];
                 }
             }
         }
