@@ -225,7 +225,7 @@ impl CudaBackend {
     fn product(&self, input: &CudaTensor, matrix: &Matrix, groups: usize) -> Result<CudaTensor, CudaError> {
         let mut output = self.tensor(input.tokens, matrix.rows())?;
         let pass = self.pass();
-        self.with_workspace(matrix.workspace_bytes(input.tokens, pass), |workspace| {
+        self.with_workspace(matrix.workspace_bytes(input.tokens, groups, pass), |workspace| {
             let (input, tokens, output) = (input.values.view(), input.tokens, &mut output.values.view_mut());
             matrix.grouped_products(&self.gpu, workspace, input, tokens, groups, pass, output)
         })?;
@@ -651,7 +651,7 @@ impl Backend for CudaBackend {
         for matrix in matrices {
             outputs.push(self.tensor(input.tokens, matrix.rows())?);
         }
-        let n_bytes = matrices.iter().map(|m| m.workspace_bytes(input.tokens, pass)).max().unwrap_or(0);
+        let n_bytes = matrices.iter().map(|m| m.workspace_bytes(input.tokens, 1, pass)).max().unwrap_or(0);
         self.with_workspace(n_bytes, |workspace| {
             let outputs = outputs.iter_mut().map(|output| output.values.view_mut());
             let mut products: Vec<_> = matrices.iter().copied().zip(outputs).collect();

@@ -1006,6 +1006,12 @@ impl Launch {
         self
     }
 
+    /// A third dimension of the grid.
+    pub fn deep(mut self, z: usize) -> Self {
+        self.grid.2 = z as u32;
+        self
+    }
+
     /// Dynamic shared memory.
     pub fn shared(mut self, bytes: u32) -> Self {
         self.shared_bytes = bytes;

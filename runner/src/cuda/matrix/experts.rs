@@ -11,10 +11,10 @@ use super::{Matrix, Pass, Workspace, workspace_bytes};
 /// `e * width ..` of gate and up, and `e * outputs ..` of down.
 #[derive(Debug)]
 pub struct ExpertMatrices {
-    n_experts: usize,
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
+    pub(super) n_experts: usize,
+    pub(super) gate: Matrix,
+    pub(super) up: Matrix,
+    pub(super) down: Matrix,
 }
 
 /// What the routed experts are applied to.
@@ -117,10 +117,10 @@ impl ExpertMatrices {
 
     /// Bytes of workspace that [`ExpertMatrices::routed`] needs.
     pub fn workspace_bytes(&self, tokens: usize, n_used: usize, pass: Pass) -> usize {
-        let generic = workspace_bytes(&self.generic_parts(tokens * n_used));
         match pass {
             Pass::Decode if self.fits_decode() => workspace_bytes(&self.decode_parts(tokens * n_used)),
-            _ => generic,
+            Pass::Prefill if self.fits_prefill() => workspace_bytes(&self.prefill_lengths(tokens, n_used)),
+            _ => workspace_bytes(&self.generic_parts(tokens * n_used)),
         }
     }
 
@@ -157,6 +157,7 @@ impl ExpertMatrices {
         }
         match work.pass {
             Pass::Decode if self.fits_decode() => self.decode_routed(gpu, workspace, work, output, mids),
+            Pass::Prefill if self.fits_prefill() => self.prefill_routed(gpu, workspace, work, output, mids),
             _ => self.generic_routed(gpu, workspace, work, output, mids),
         }
     }
@@ -279,6 +280,17 @@ impl ExpertMatrices {
         };
         gpu.launch("matrix_generic", "activate", Launch::over(n), arguments.write(&gates))?;
         self.generic_product(&self.down, gpu, work, gates.address(), 1, &parts)?;
+        self.sum_slots(gpu, work, &parts, output)
+    }
+
+    /// Sums `parts[token, slot, .]` in the order of the slots.
+    pub(super) fn sum_slots(
+        &self,
+        gpu: &Gpu,
+        work: &Routed<'_>,
+        parts: &ViewMut<'_, u8>,
+        output: &mut ViewMut<'_, f32>,
+    ) -> Result<(), CudaError> {
         let n = work.tokens * self.outputs();
         let arguments = Arguments::new()
             .read(parts.as_view())

@@ -10,6 +10,7 @@ mod decode;
 mod experts;
 pub mod generate;
 pub mod layout;
+mod prefill;
 
 pub use experts::{ExpertMatrices, Routed};
 
@@ -260,10 +261,13 @@ impl Matrix {
         Err(self.wrong(operand, format!("{found} values"), format!("{expected}")))
     }
 
-    /// Bytes of workspace that [`Matrix::products`] and [`Matrix::grouped_products`] need for so many tokens.
-    pub fn workspace_bytes(&self, tokens: usize, pass: Pass) -> usize {
-        let _ = (tokens, pass);
-        0
+    /// Bytes of workspace that [`Matrix::products`] (one group), [`Matrix::products_many`] (the most of its matrices) and
+    /// [`Matrix::grouped_products`] need for so many tokens.
+    pub fn workspace_bytes(&self, tokens: usize, groups: usize, pass: Pass) -> usize {
+        match pass {
+            Pass::Prefill if prefill::fits(self) => prefill::input_bytes(tokens * groups * self.columns),
+            _ => 0,
+        }
     }
 
     /// `output[token, row] = self[row, .] . input[token, .]`; input `[tokens, columns]`, output `[tokens, rows]`.
@@ -306,7 +310,13 @@ impl Matrix {
             let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
             return decode::products(gpu, input, tokens, 1, &parts);
         }
-        for (matrix, output) in matrices {
+        let rounded = |matrix: &Self| pass == Pass::Prefill && tokens > 0 && prefill::fits(matrix);
+        let parts = matrices.iter().filter(|(matrix, _)| rounded(matrix));
+        let parts: Vec<_> = parts.map(|(matrix, output)| (*matrix, output.address())).collect();
+        if !parts.is_empty() {
+            prefill::products(gpu, workspace, input, tokens, 1, &parts)?;
+        }
+        for (matrix, output) in matrices.iter_mut().filter(|(matrix, _)| !rounded(matrix)) {
             matrix.products(gpu, workspace, input, tokens, pass, output)?;
         }
         Ok(())
@@ -336,9 +346,11 @@ impl Matrix {
         if tokens == 0 {
             return Ok(());
         }
-        let _ = workspace;
         match pass {
             Pass::Decode if decode::fits(self) => decode::one(gpu, self, input, tokens, groups, output),
+            Pass::Prefill if prefill::fits(self) => {
+                prefill::products(gpu, workspace, input, tokens, groups, &[(self, output.address())])
+            }
             _ => self.generic_products(gpu, input, tokens, groups, output),
         }
     }
