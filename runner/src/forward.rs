@@ -418,7 +418,7 @@ impl<B: Backend> Network<B> {
         }
         b.together()?;
 
-        let mut o = b.zeros(places.len(), h.num_attention_heads as usize * head_dim)?;
+        let mut o = b.room(places.len(), h.num_attention_heads as usize * head_dim)?;
         for piece in &part.pieces {
             let cache = &mut caches[piece.sequence];
             let on_device = row_places.part(&piece.rows);

@@ -335,6 +335,10 @@ pub trait Backend: Send + Sync {
     }
     /// Zeros, `[tokens, width]`.
     fn zeros(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError>;
+    /// `[tokens, width]`, every value of which will be written before any is read.
+    fn room(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError> {
+        self.zeros(tokens, width)
+    }
     /// The values on the host.
     fn read<'a>(&self, tensor: &'a Self::Tensor) -> Result<Cow<'a, [f32]>, RunnerError>;
     /// The routing on the host.

@@ -68,6 +68,7 @@ impl ComputeArguments {
             "auto" if driver_is_present() && Device::open(0).is_ok() => Processor::Cuda(0),
             _ => Processor::Cpu,
         };
+        let plain = Options::default();
         let fast = if processor == Processor::Cpu { "f32" } else { "mixed" };
         let activations = self.activations.as_deref().unwrap_or(fast);
         let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == activations);
@@ -78,7 +79,9 @@ impl ComputeArguments {
             n_threads: self.threads,
             context_limit: self.context,
             check_finite: self.check_finite,
-            ..Options::default()
+            // Kernels for many tokens want many, and a GPU that holds the model has room for their queries.
+            attention_tokens: if processor == Processor::Cpu { plain.attention_tokens } else { plain.batch_tokens },
+            ..plain
         })
     }
 }

@@ -7,9 +7,16 @@ use crate::error::RunnerError;
 use crate::ops::{CompressedRows, Compressor, Numerics, Piece, RowPlaces, Selection};
 
 /// Keys whose softmax is computed alone, as in the kernels.
-const KEYS_PER_PART: usize = 64;
+const KEYS_PER_PART: usize = 28;
+/// Values that a part has besides its channels, as in the kernels.
+const PART_HEADER: usize = 4;
+/// Most heads of a block of the tensor-core kernels, and of the one that needs less shared memory.
+const TILE_HEADS: usize = 64;
+const SMALL_TILE_HEADS: usize = 32;
+/// Keys of a step of these.
+const TILE_KEYS: usize = 32;
 /// Heads of a block.
-const HEADS_PER_BLOCK: usize = 8;
+const HEADS_PER_BLOCK: usize = 4;
 /// Index rows that a block scores.
 const ROWS_PER_BLOCK: usize = 32;
 /// Warps of a block whose warps work alone.
@@ -269,14 +276,47 @@ impl CudaBackend {
             (Selection::Rows(chosen), Some(store)) => chosen.top_k.min(store.capacity),
             (_, store) => store.map_or(0, |store| store.capacity),
         };
+        let range = piece.rows.start * output.width..piece.rows.end * output.width;
+        if let (Rows::Half(ring), true) = (&stores.window, self.rounds_to_halves()) {
+            let arguments = Arguments::new().read(queries.rows(&piece.rows)).read(ring.view());
+            let arguments = match compressed {
+                Some(store) => read_rows(arguments, &store.rows),
+                None => arguments.null(),
+            };
+            let arguments = match chosen {
+                Some(rows) => arguments.read(rows.view()),
+                None => arguments.null(),
+            };
+            let arguments = arguments
+                .read(sinks.values.view())
+                .read(rope.frequencies.view())
+                .read(places.positions())
+                .write(&output.values.slice_mut(range))
+                .int(n_heads)
+                .int(rope.frequencies.len())
+                .int(kind)
+                .int(self.storage.ring_slots - 1)
+                .int(window)
+                .int(ratio)
+                .int(top_k)
+                .float((1.0 / (head_dim as f64).sqrt()) as f32);
+            let bytes = |heads: usize, stages: usize| {
+                2 * (heads + stages * TILE_KEYS) * (head_dim + 8) + 4 * heads * (TILE_KEYS + 1)
+            };
+            let (heads, stages, name) = match bytes(TILE_HEADS, 2) > self.gpu.device.facts().shared_bytes as usize {
+                false => (TILE_HEADS, 2, format!("attend_tiles_{head_dim}")),
+                true => (SMALL_TILE_HEADS, 1, format!("attend_tiles_{head_dim}_small")),
+            };
+            let shape = Launch::new(n_tokens, 256).by(n_heads.div_ceil(heads)).shared(bytes(heads, stages) as u32);
+            return self.launch("attention_prefill", &name, shape, arguments);
+        }
         let n_parts = (window + most_rows).div_ceil(KEYS_PER_PART);
         let mut parts = (n_tokens <= SPLIT_TOKENS)
             .then(|| {
-                self.pool.take::<f32>(n_tokens * n_heads * n_parts * (2 + head_dim), "parts of attention")
+                self.pool.take::<f32>(n_tokens * n_heads * n_parts * (PART_HEADER + head_dim), "parts of attention")
             })
             .transpose()?;
         let name = format!("attend_{}_{head_dim}", stores.window.suffix());
-        let range = piece.rows.start * output.width..piece.rows.end * output.width;
         let arguments = read_rows(Arguments::new().read(queries.rows(&piece.rows)), &stores.window);
         let arguments = match compressed {
             Some(store) => read_rows(arguments, &store.rows),
@@ -318,7 +358,7 @@ impl CudaBackend {
             .read(rope.frequencies.view())
             .read(places.positions())
             .write(&output.values.slice_mut(range))
-            .int(n_tokens)
+            .int(head_dim)
             .int(n_heads)
             .int(rope.frequencies.len())
             .int(kind)
@@ -326,7 +366,7 @@ impl CudaBackend {
             .int(ratio)
             .int(top_k)
             .int(n_parts);
-        let shape = Launch::new((n_tokens * n_heads).div_ceil(WARPS), 256);
-        self.launch("attention", &format!("join_parts_{head_dim}"), shape, arguments)
+        let shape = Launch::new(n_tokens * n_heads, (head_dim / 2) as u32);
+        self.launch("attention", "join_parts", shape, arguments)
     }
 }

@@ -184,6 +184,11 @@ impl CudaBackend {
         self.single_tokens.load(Ordering::Relaxed)
     }
 
+    /// Whether inputs are rounded to halves now, as tensor cores want them.
+    pub(super) fn rounds_to_halves(&self) -> bool {
+        self.pass() == Pass::Prefill
+    }
+
     fn pass(&self) -> Pass {
         match (self.activations, self.single_tokens()) {
             (ActivationPrecision::Mixed, true) => Pass::Decode,
@@ -339,7 +344,7 @@ impl CudaBackend {
             .int(constants.sinkhorn_iterations)
             .float(constants.epsilon)
             .float(constants.rms_epsilon);
-        self.launch("hyper", "hc_pre", Launch::new(tokens, 512), arguments)?;
+        self.launch("hyper", "hc_pre", Launch::new(tokens, 544), arguments)?;
         Ok((x, normed))
     }
 }
@@ -506,6 +511,10 @@ impl Backend for CudaBackend {
         let mut tensor = self.tensor(tokens, width)?;
         self.gpu.device.clear(&mut tensor.values.view_mut())?;
         Ok(tensor)
+    }
+
+    fn room(&self, tokens: usize, width: usize) -> Result<CudaTensor, RunnerError> {
+        Ok(self.tensor(tokens, width)?)
     }
 
     fn read<'a>(&self, tensor: &'a CudaTensor) -> Result<Cow<'a, [f32]>, RunnerError> {
@@ -794,7 +803,7 @@ impl Backend for CudaBackend {
         let (name, shape, arguments) = match &rule.0 {
             Rule::Hash(table) => {
                 let arguments = arguments.read(table.view()).read(places.tokens());
-                ("route_by_table", Launch::new(tokens.div_ceil(64), 64), arguments)
+                ("route_by_table", Launch::new(tokens.div_ceil(8), 256), arguments)
             }
             Rule::Bias(bias) => {
                 ("route_by_score", Launch::new(tokens.div_ceil(8), 256), arguments.read(bias.view()))

@@ -6,6 +6,8 @@ static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f +
 #define SLICE 256
 // Most rows of the mixer that a warp has: (2 + M) M of at most 35 over 8 warps.
 #define MIXER_ROWS 5
+// Tokens whose sums are under way together.
+#define TOKENS_AT_ONCE 4
 
 static __device__ __forceinline__ void load_8(const float* from, float* v) {
     float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
@@ -38,26 +40,31 @@ static __device__ __forceinline__ void hc_mix(
         if (row < n && inside) load_8(mixer + (u64)row * width + at, weights[r]);
     }
     int first = blockIdx.y * group, end = min(first + group, n_tokens);
-    for (int token = first; token < end; token++) {
-        float x[8] = {0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f, 0.0f};
-        if (inside) load_8(streams + (u64)token * width + at, x);
-        float* out = partials + ((u64)token * gridDim.x + blockIdx.x) * (n + 1);
+    for (int token = first; token < end; token += TOKENS_AT_ONCE) {
+        float x[TOKENS_AT_ONCE][8], sums[TOKENS_AT_ONCE];
 #pragma unroll
-        for (int r = 0; r < MIXER_ROWS; r++) {
-            int row = warp + 8 * r;
-            if (row >= n) break;
-            float sum = 0.0f;
+        for (int t = 0; t < TOKENS_AT_ONCE; t++) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum = fmaf(weights[r][i], x[i], sum);
-            sum = warp_sum(sum);
-            if (lane == 0) out[row] = sum;
+            for (int i = 0; i < 8; i++) x[t][i] = 0.0f;
+            if (inside) load_8(streams + (u64)min(token + t, end - 1) * width + at, x[t]);
         }
-        if (warp == 7) {
-            float sum = 0.0f;
+        float* out = partials + ((u64)token * gridDim.x + blockIdx.x) * (n + 1);
+        // Behind the last row of the mixer comes the sum of squares.
 #pragma unroll
-            for (int i = 0; i < 8; i++) sum = fmaf(x[i], x[i], sum);
-            sum = warp_sum(sum);
-            if (lane == 0) out[n] = sum;
+        for (int r = 0; r <= MIXER_ROWS; r++) {
+            int row = r < MIXER_ROWS ? warp + 8 * r : n;
+            if (r < MIXER_ROWS ? row >= n : warp != 7) continue;
+#pragma unroll
+            for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+                sums[t] = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 8; i++) sums[t] = fmaf(r < MIXER_ROWS ? weights[min(r, MIXER_ROWS - 1)][i] : x[t][i], x[t][i], sums[t]);
+            }
+#pragma unroll
+            for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+                sums[t] = warp_sum(sums[t]);
+                if (lane == 0 && token + t < end) out[(u64)t * gridDim.x * (n + 1) + row] = sums[t];
+            }
         }
     }
 }
@@ -74,69 +81,93 @@ extern "C" __global__ void __launch_bounds__(256) hc_mix_F16(
 
 // Groups of four columns of a thread that are loaded before they can be used.
 #define EARLY 2
+// Threads that merge; one more warp works on the mixing matrix meanwhile.
+#define MERGING 512
 
-// Merges the streams, x = sum of pre_j X[j], and norms the result. One block of 512 threads a token.
+static __device__ __forceinline__ void wait_for_merging() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
+
+static __device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Merges the streams, x = sum of pre_j X[j], and norms the result. One block of 544 threads a token.
 // partials: of hc_mix, n + 1 a slice, n = (2 + M) M, or M for the head's (then no post and comb).
 // x, normed [T, D]; post [T, M]; comb [T, M * M], [old, new].
-extern "C" __global__ void __launch_bounds__(512, 1) hc_pre(
+extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
     const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
     float* x, float* normed, float* post, float* comb, int d, int m, int n_slices, int iterations, float epsilon,
     float rms_epsilon) {
     __shared__ float scratch[32];
     __shared__ float mixes[40];
-    __shared__ float pre[8];
     u64 token = blockIdx.x;
     const float* streams = all_streams + token * m * d;
     int n = post ? (2 + m) * m : m, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_warps = blockDim.x >> 5;
-    float4 early[EARLY][5];
+    bool merging = threadIdx.x < MERGING;
+    // All that can be loaded by now, before the first wait.
+    const float* parts = partials + token * n_slices * (n + 1);
+    float mix[3];
+#pragma unroll
+    for (int r = 0; r < 3; r++) {
+        int row = warp + r * n_warps;
+        mix[r] = 0.0f;
+        if (row <= n)
+            for (int slice = lane; slice < n_slices; slice += 32) mix[r] += parts[slice * (n + 1) + row];
+    }
+    float4 early[EARLY][5], weights[EARLY];
 #pragma unroll
     for (int c = 0; c < EARLY; c++) {
-        int i = 4 * (threadIdx.x + c * blockDim.x);
+        int i = 4 * (threadIdx.x + c * MERGING);
+        if (!merging || i >= d) continue;
 #pragma unroll
         for (int j = 0; j < 5; j++)
-            if (i < d && j < m) early[c][j] = *(const float4*)(streams + j * d + i);
+            if (j < m) early[c][j] = *(const float4*)(streams + j * d + i);
+        weights[c] = *(const float4*)(norm + i);
     }
-    const float* parts = partials + token * n_slices * (n + 1);
-    for (int row = warp; row <= n; row += n_warps) {
-        float sum = 0.0f;
-        for (int slice = lane; slice < n_slices; slice += 32) sum += parts[slice * (n + 1) + row];
-        sum = warp_sum(sum);
+#pragma unroll
+    for (int r = 0; r < 3; r++) {
+        int row = warp + r * n_warps;
+        if (row > n) break;
+        float sum = warp_sum(mix[r]);
         if (lane == 0) mixes[row] = sum;
     }
     __syncthreads();
-    if (threadIdx.x < 32) {
-        float factor = inverse_rms(mixes[n], m * d, rms_epsilon);
-        if (lane < m) pre[lane] = sigmoid(mixes[lane] * factor * scale[0] + base[lane]) + epsilon;
-        if (post) {
-            int n_comb = m * m;
-            if (lane < m) post[token * m + lane] = 2.0f * sigmoid(mixes[m + lane] * factor * scale[1] + base[m + lane]);
-            int at = min(lane, n_comb - 1), row = at / m * m, column = at % m;
-            float c = mixes[2 * m + at] * factor * scale[2] + base[2 * m + at];
-            // Sinkhorn: a softmax of the rows, then columns and rows in turn, columns last.
-            float largest = NEGATIVE_INFINITY, sum = 0.0f;
-            for (int i = 0; i < m; i++) largest = fmaxf(largest, __shfl_sync(~0u, c, row + i));
-            c = expf(c - largest);
-            for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, row + i);
-            c = c / sum + epsilon;
-            for (int pass = 0; pass < iterations; pass++) {
-                if (pass > 0) {
-                    sum = 0.0f;
-                    for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, row + i);
-                    c /= sum + epsilon;
-                }
-                sum = 0.0f;
-                for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, i * m + column);
-                c /= sum + epsilon;
+    float mean_factor = inverse_rms(mixes[n], m * d, rms_epsilon);
+    if (!merging) {
+        if (!post) return;
+        int n_comb = m * m;
+        if (lane < m)
+            post[token * m + lane] = 2.0f * sigmoid(mixes[m + lane] * mean_factor * scale[1] + base[m + lane]);
+        int at = min(lane, n_comb - 1), row = at / m * m, column = at % m;
+        float c = mixes[2 * m + at] * mean_factor * scale[2] + base[2 * m + at];
+        // Sinkhorn: a softmax of the rows, then columns and rows in turn, columns last.
+        float largest = NEGATIVE_INFINITY, sum = 0.0f;
+        for (int i = 0; i < m; i++) largest = fmaxf(largest, __shfl_sync(~0u, c, row + i));
+        c = expf(c - largest);
+        for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, row + i);
+        c = c / sum + epsilon;
+        for (int pass = 0; pass < iterations; pass++) {
+            if (pass > 0) {
+                sum = epsilon;
+                for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, row + i);
+                c *= reciprocal(sum);
             }
-            if (lane < n_comb) comb[token * n_comb + lane] = c;
+            sum = epsilon;
+            for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, i * m + column);
+            c *= reciprocal(sum);
         }
+        if (lane < n_comb) comb[token * n_comb + lane] = c;
+        return;
     }
-    __syncthreads();
+    float pre[5];
+#pragma unroll
+    for (int j = 0; j < 5; j++) pre[j] = j < m ? sigmoid(mixes[j] * mean_factor * scale[0] + base[j]) + epsilon : 0.0f;
     float sum = 0.0f;
     float4 merged[EARLY];
 #pragma unroll
     for (int c = 0; c < EARLY; c++) {
-        int i = 4 * (threadIdx.x + c * blockDim.x);
+        int i = 4 * (threadIdx.x + c * MERGING);
         float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (i < d) {
 #pragma unroll
@@ -152,23 +183,31 @@ extern "C" __global__ void __launch_bounds__(512, 1) hc_pre(
         merged[c] = v;
         sum = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum))));
     }
-    for (int i = 4 * (threadIdx.x + EARLY * blockDim.x); i < d; i += 4 * blockDim.x)
+    for (int i = 4 * (threadIdx.x + EARLY * MERGING); i < d; i += 4 * MERGING)
         for (int k = 0; k < 4; k++) {
             float v = 0.0f;
-            for (int j = 0; j < m; j++) v = fmaf(pre[j], streams[j * d + i + k], v);
+#pragma unroll
+            for (int j = 0; j < 5; j++)
+                if (j < m) v = fmaf(pre[j], streams[j * d + i + k], v);
             x[token * d + i + k] = v;
             sum = fmaf(v, v, sum);
         }
-    float factor = inverse_rms(block_sum(sum, scratch), d, rms_epsilon);
+    sum = warp_sum(sum);
+    if (lane == 0) scratch[warp] = sum;
+    wait_for_merging();
+    sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < MERGING / 32; w++) sum += scratch[w];
+    float factor = inverse_rms(sum, d, rms_epsilon);
 #pragma unroll
     for (int c = 0; c < EARLY; c++) {
-        int i = 4 * (threadIdx.x + c * blockDim.x);
+        int i = 4 * (threadIdx.x + c * MERGING);
         if (i >= d) continue;
-        float4 w = *(const float4*)(norm + i), v = merged[c];
+        float4 w = weights[c], v = merged[c];
         v.x = v.x * factor * w.x, v.y = v.y * factor * w.y, v.z = v.z * factor * w.z, v.w = v.w * factor * w.w;
         *(float4*)(normed + token * d + i) = v;
     }
-    for (int i = 4 * (threadIdx.x + EARLY * blockDim.x); i < d; i += 4 * blockDim.x)
+    for (int i = 4 * (threadIdx.x + EARLY * MERGING); i < d; i += 4 * MERGING)
         for (int k = 0; k < 4; k++) normed[token * d + i + k] = x[token * d + i + k] * factor * norm[i + k];
 }
 

@@ -1,14 +1,34 @@
 // Operations on rows of activations: norms, sums, streams of the embedding, steering, the search for broken values.
 
-// (3.1) One block a row.
-extern "C" __global__ void rms_norm(const float* input, const float* weights, float* output, int width, float epsilon) {
+// (3.1) One block a row. Weights and the first values are on their way before anything is summed.
+extern "C" __global__ void __launch_bounds__(1024) rms_norm(
+    const float* input, const float* weights, float* output, int width, float epsilon) {
     __shared__ float scratch[32];
-    const float* row = input + (u64)blockIdx.x * width;
-    float sum = 0.0f;
-    for (int i = threadIdx.x; i < width; i += blockDim.x) sum = fmaf(row[i], row[i], sum);
+    if (width % 4) {
+        const float* row = input + (u64)blockIdx.x * width;
+        float sum = 0.0f;
+        for (int i = threadIdx.x; i < width; i += blockDim.x) sum = fmaf(row[i], row[i], sum);
+        float factor = inverse_rms(block_sum(sum, scratch), width, epsilon);
+        for (int i = threadIdx.x; i < width; i += blockDim.x)
+            output[(u64)blockIdx.x * width + i] = row[i] * factor * weights[i];
+        return;
+    }
+    const float4 *row = (const float4*)(input + (u64)blockIdx.x * width), *factors = (const float4*)weights;
+    float4* out = (float4*)(output + (u64)blockIdx.x * width);
+    int quads = width / 4, first = threadIdx.x;
+    float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f), w = v;
+    if (first < quads) v = row[first], w = factors[first];
+    float sum = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
+    for (int i = first + blockDim.x; i < quads; i += blockDim.x) {
+        float4 u = row[i];
+        sum = fmaf(u.x, u.x, fmaf(u.y, u.y, fmaf(u.z, u.z, fmaf(u.w, u.w, sum))));
+    }
     float factor = inverse_rms(block_sum(sum, scratch), width, epsilon);
-    for (int i = threadIdx.x; i < width; i += blockDim.x)
-        output[(u64)blockIdx.x * width + i] = row[i] * factor * weights[i];
+    for (int i = first; i < quads; i += blockDim.x) {
+        if (i != first) v = row[i], w = factors[i];
+        v.x = v.x * factor * w.x, v.y = v.y * factor * w.y, v.z = v.z * factor * w.z, v.w = v.w * factor * w.w;
+        out[i] = v;
+    }
 }
 
 extern "C" __global__ void add_rows(float* values, const float* other, u32 n) {
