@@ -102,7 +102,11 @@ static __device__ __forceinline__ void copy_async(u32 shared, const void* global
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
 }
 
-// As above, but zeros if not `wanted`.
+static __device__ __forceinline__ void copy_word_async(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global));
+}
+
+// As `copy_async`, but zeros if not `wanted`.
 static __device__ __forceinline__ void copy_async_or_zero(u32 shared, const void* global, bool wanted) {
     int bytes = wanted ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));

@@ -10,6 +10,13 @@
 #define TILE_ROWS 256
 #define THREADS 256
 
+// The smaller chips have shared memory for one block a multiprocessor.
+#if __CUDA_ARCH__ >= 1000
+#define BLOCKS 1
+#else
+#define BLOCKS 2
+#endif
+
 static __device__ const u16 d_iq2_xxs[256] = {IQ2_XXS_CODEBOOK};
 
 // Planes of a matrix: [rows, columns].
@@ -33,11 +40,11 @@ static __device__ __forceinline__ void widen_codes(u32 first, u32 second, u32 fa
 }
 
 // Each format: columns a step (KC), steps in shared memory (STAGES), pieces of 16 bytes that a row has in a step, and how
-// far rows lie apart in shared memory. `piece` says where a piece comes from; `scale` is a register that is loaded one step ahead; `widen` gives, from
-// the row in shared memory, eight weights of one of KC / 32 parts of a step.
+// far rows lie apart in shared memory. `piece` says where a piece comes from, `scales` where four more bytes come from.
+// `widen` gives, from both in shared memory, eight weights of one of KC / 32 parts of a step; `odd` is `odd(row)`.
 struct Iq2Xxs {
     static constexpr int KC = 128, STAGES = 3, PIECES = 2, PITCH = 32, TABLE_BYTES = 4096;
-    typedef u16 Scale;
+    static constexpr bool SCALES = true;
     static __device__ void fill(uint4* table) {
         for (u32 i = threadIdx.x; i < 256; i += THREADS) {
             u32 halves[4];
@@ -54,11 +61,14 @@ struct Iq2Xxs {
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
         return w.planes + row * (columns / 4) + step * 32 + piece * 16;
     }
-    static __device__ __forceinline__ u32 scales(u32 row, u32 columns, u32) { return row * (columns / 256); }
-    static __device__ __forceinline__ Scale scale(const Weights& w, u32 columns, u32 scales, u32 step) {
-        return load_once((const u16*)(w.planes + w.rows * (columns / 4)) + scales + step / 2);
+    // The aligned four bytes in which the two of the block are: `odd`, the last two, in odd blocks.
+    static __device__ __forceinline__ const u8* scales(const Weights& w, u64 row, u32 columns, u32 step) {
+        return w.planes + w.rows * (columns / 4) + (row * (columns / 256) + step / 2) / 2 * 4;
     }
-    static __device__ __forceinline__ void widen(const u8* row, Scale d, u32, u32 t, int part, const uint4* table, u32* w) {
+    static __device__ __forceinline__ bool odd(u32 row, u32 columns) { return row & columns / 256 & 1; }
+    static __device__ __forceinline__ void widen(const u8* row, u32 scales, bool odd, u32 step, u32 t, int part,
+                                                 const uint4* table, u32* w) {
+        u16 d = (u16)((step / 2 % 2 != 0) == odd ? scales : scales >> 16);
         uint2 raw = *(const uint2*)(row + 8 * t);
         u32 factor = twice(half_to_float(d) * 0.125f * (float)((raw.y >> 28) * 2 + 1));
         uint4 g = table[raw.x >> (8 * part) & 255];
@@ -74,18 +84,19 @@ struct Iq2Xxs {
 struct Q2K {
     // Codes of half a block, and the scales of all of it.
     static constexpr int KC = 128, STAGES = 2, PIECES = 3, PITCH = 48, TABLE_BYTES = 0;
-    typedef u32 Scale;
+    static constexpr bool SCALES = true;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
         const u8* scales = w.planes + w.rows * (columns / 4) + row * (columns / 16) + step / 2 * 16;
         return piece == 2 ? scales : w.planes + row * (columns / 4) + step * 32 + piece * 16;
     }
-    static __device__ __forceinline__ u32 scales(u32 row, u32 columns, u32) { return row * (columns / 256); }
-    static __device__ __forceinline__ Scale scale(const Weights& w, u32 columns, u32 scales, u32 step) {
-        return load_once((const u32*)(w.planes + w.rows * (columns / 4 + columns / 16)) + scales + step / 2);
+    static __device__ __forceinline__ const u8* scales(const Weights& w, u64 row, u32 columns, u32 step) {
+        return w.planes + w.rows * (columns / 4 + columns / 16) + (row * (columns / 256) + step / 2) * 4;
     }
+    static __device__ __forceinline__ bool odd(u32, u32) { return false; }
     // Lane t has sub-block t % 2 of the half block, and half t / 2 of that.
-    static __device__ __forceinline__ void widen(const u8* row, Scale dm, u32 step, u32 t, int part, const uint4*, u32* w) {
+    static __device__ __forceinline__ void widen(const u8* row, u32 dm, bool, u32 step, u32 t, int part, const uint4*,
+                                                 u32* w) {
         uint2 raw = *(const uint2*)(row + t % 2 * 16 + t / 2 * 8);
         u32 pair = row[32 + step % 2 * 8 + t % 2 * 4 + part];
         u32 factor = twice(half_to_float((u16)dm) * (float)(pair & 15));
@@ -97,16 +108,19 @@ struct Q2K {
 struct Q4K {
     // Codes of half a block, and its head: d, dmin and twelve bytes of 6-bit scales and minima.
     static constexpr int KC = 128, STAGES = 2, PIECES = 5, PITCH = 80, TABLE_BYTES = 0;
-    typedef u16 Scale;
+    static constexpr bool SCALES = false;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
         const u8* heads = w.planes + w.rows * (columns / 2) + row * (columns / 16) + step / 2 * 16;
         return piece == 4 ? heads : w.planes + row * (columns / 2) + step * 64 + piece * 16;
     }
-    static __device__ __forceinline__ u32 scales(u32, u32, u32) { return 0; }
-    static __device__ __forceinline__ Scale scale(const Weights&, u32, u32, u32) { return 0; }
+    static __device__ __forceinline__ const u8* scales(const Weights& w, u64 row, u32 columns, u32 step) {
+        return nullptr;
+    }
+    static __device__ __forceinline__ bool odd(u32, u32) { return false; }
     // Lane t has half t % 2 of chunk 2 (step % 2) + t / 2 of the block; parts are low nibbles, then high ones.
-    static __device__ __forceinline__ void widen(const u8* row, Scale, u32 step, u32 t, int part, const uint4*, u32* w) {
+    static __device__ __forceinline__ void widen(const u8* row, u32, bool, u32 step, u32 t, int part, const uint4*,
+                                                 u32* w) {
         uint2 raw = *(const uint2*)(row + 16 * t + part % 2 * 8);
         uint4 head = *(const uint4*)(row + 64);
         u32 q = step % 2 * 2 + t / 2, shift = q % 2 * 16 + part / 2 * 8, scale, minimum;
@@ -125,15 +139,15 @@ struct Q4K {
 
 struct Mxfp4 {
     static constexpr int KC = 128, STAGES = 2, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
-    typedef u8 Scale;
+    static constexpr bool SCALES = true;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
         return w.planes + row * (columns / 2) + step * 64 + piece * 16;
     }
-    static __device__ __forceinline__ u32 scales(u32 row, u32 columns, u32 t) { return row * (columns / 32) + t; }
-    static __device__ __forceinline__ Scale scale(const Weights& w, u32 columns, u32 scales, u32 step) {
-        return load_once(w.planes + w.rows * (columns / 2) + scales + step * 4);
+    static __device__ __forceinline__ const u8* scales(const Weights& w, u64 row, u32 columns, u32 step) {
+        return w.planes + w.rows * (columns / 2) + row * (columns / 32) + step * 4;
     }
+    static __device__ __forceinline__ bool odd(u32, u32) { return false; }
     // Two codes, in the high bytes of two halves: sign, exponent and mantissa put where f16 has them give 2^-14 times the
     // value. Two products, so that no scale whose values fit f16 overflows by itself.
     static __device__ __forceinline__ u32 value(u32 codes, u32 scale) {
@@ -141,10 +155,12 @@ struct Mxfp4 {
         u32 small = (codes << 1 & 0x0e000e00u) | (codes << 4 & 0x80008000u);
         return multiply_halves(multiply_halves(small, two_to_14), scale);
     }
-    static __device__ __forceinline__ void widen(const u8* row, Scale exponent, u32, u32 t, int part, const uint4*, u32* w) {
+    static __device__ __forceinline__ void widen(const u8* row, u32 exponents, bool, u32, u32 t, int part, const uint4*,
+                                                 u32* w) {
+        u32 exponent = exponents >> (8 * t) & 255;
         uint2 raw = *(const uint2*)(row + 16 * t + part % 2 * 8);
         u32 first = raw.x >> (part / 2 * 4) & 0x0f0f0f0fu, second = raw.y >> (part / 2 * 4) & 0x0f0f0f0fu;
-        u32 scale = twice(__uint_as_float((u32)exponent << 23));
+        u32 scale = twice(__uint_as_float(exponent << 23));
         w[0] = value(__byte_perm(first, 0, 0x1404), scale);
         w[1] = value(__byte_perm(first, 0, 0x3424), scale);
         w[2] = value(__byte_perm(second, 0, 0x1404), scale);
@@ -154,21 +170,22 @@ struct Mxfp4 {
 
 struct Q8_0 {
     static constexpr int KC = 64, STAGES = 3, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
-    typedef u16 Scale;
+    static constexpr bool SCALES = true;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
         return w.planes + row * columns + step * 64 + piece * 16;
     }
-    static __device__ __forceinline__ u32 scales(u32 row, u32 columns, u32 t) { return row * (columns / 32) + t / 2; }
-    static __device__ __forceinline__ Scale scale(const Weights& w, u32 columns, u32 scales, u32 step) {
-        return load_once((const u16*)(w.planes + w.rows * columns) + scales + step * 2);
+    static __device__ __forceinline__ const u8* scales(const Weights& w, u64 row, u32 columns, u32 step) {
+        return w.planes + w.rows * columns + row * (columns / 16) + step * 4;
     }
-    static __device__ __forceinline__ void widen(const u8* row, Scale d, u32, u32 t, int part, const uint4*, u32* w) {
+    static __device__ __forceinline__ bool odd(u32, u32) { return false; }
+    static __device__ __forceinline__ void widen(const u8* row, u32 scales, bool, u32, u32 t, int part, const uint4*,
+                                                 u32* w) {
         uint2 raw = *(const uint2*)(row + 16 * t + 8 * part);
         u32 first = raw.x ^ 0x80808080u, second = raw.y ^ 0x80808080u;
         // 1024 + 128.
         const u32 bias = 0x64806480u;
-        u32 factor = (u32)d | (u32)d << 16;
+        u32 factor = __byte_perm(scales, 0, t / 2 ? 0x3232 : 0x1010);
         w[0] = multiply_halves(subtract_halves(biased(first, 0x4140), bias), factor);
         w[1] = multiply_halves(subtract_halves(biased(first, 0x4342), bias), factor);
         w[2] = multiply_halves(subtract_halves(biased(second, 0x4140), bias), factor);
@@ -178,14 +195,16 @@ struct Q8_0 {
 
 struct F16 {
     static constexpr int KC = 32, STAGES = 3, PIECES = 4, PITCH = 64, TABLE_BYTES = 0;
-    typedef u16 Scale;
+    static constexpr bool SCALES = false;
     static __device__ void fill(uint4*) {}
     static __device__ __forceinline__ const u8* piece(const Weights& w, u64 row, u32 columns, u32 step, u32 piece) {
         return w.planes + row * (2 * columns) + step * 64 + piece * 16;
     }
-    static __device__ __forceinline__ u32 scales(u32, u32, u32) { return 0; }
-    static __device__ __forceinline__ Scale scale(const Weights&, u32, u32, u32) { return 0; }
-    static __device__ __forceinline__ void widen(const u8* row, Scale, u32, u32 t, int, const uint4*, u32* w) {
+    static __device__ __forceinline__ const u8* scales(const Weights& w, u64 row, u32 columns, u32 step) {
+        return nullptr;
+    }
+    static __device__ __forceinline__ bool odd(u32, u32) { return false; }
+    static __device__ __forceinline__ void widen(const u8* row, u32, bool, u32, u32 t, int, const uint4*, u32* w) {
         uint4 v = *(const uint4*)(row + 16 * t);
         w[0] = v.x;
         w[1] = v.y;
@@ -208,7 +227,9 @@ template <class F> struct Stages {
     static constexpr int CODES = TILE_ROWS * F::PITCH;
     // Eight lanes that read together meet every bank once.
     static constexpr int INPUT_PITCH = F::KC == 32 ? 64 : F::KC * 2 + 64;
-    static constexpr int BYTES = CODES + TILE_TOKENS * INPUT_PITCH;
+    // Where scales begin.
+    static constexpr int SCALES = CODES + TILE_TOKENS * INPUT_PITCH;
+    static constexpr int BYTES = SCALES + (F::SCALES ? TILE_ROWS * 4 : 0);
     static constexpr int ALL_BYTES = F::STAGES * BYTES;
 };
 
@@ -245,6 +266,11 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
                            F::piece(row & SECOND ? second : first, row & ~SECOND, columns, step, piece));
             }
         }
+        if (F::SCALES) {
+            u32 row = rows[thread];
+            copy_word_async(shared_address(stage + Stages<F>::SCALES + thread * 4),
+                            F::scales(row & SECOND ? second : first, row & ~SECOND, columns, step));
+        }
 #pragma unroll
         for (int i = 0; i < TILE_TOKENS * INPUT_PIECES / THREADS; i++) {
             u32 n = (i * THREADS + thread) / INPUT_PIECES, piece = thread % INPUT_PIECES;
@@ -256,14 +282,10 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
             }
         }
     };
-    // The four rows of this lane: g and g + 8 of both m. Where there are two matrices, m says which.
-    auto scale = [&](int r, u32 step) {
-        u32 row = rows[warp * 32 + r * 8 + g] & ~SECOND;
-        return F::scale(r < 2 ? first : second, columns, F::scales(row, columns, t), step);
-    };
-    typename F::Scale scales[4], next_scales[4];
+    // Of the four rows of this lane: g and g + 8 of both m.
+    u32 odd = 0;
 #pragma unroll
-    for (int r = 0; r < 4; r++) next_scales[r] = scale(r, 0);
+    for (int r = 0; r < 4; r++) odd |= F::odd(rows[warp * 32 + r * 8 + g], columns) ? 1u << r : 0;
 #pragma unroll
     for (int stage = 0; stage < F::STAGES - 1; stage++) {
         if (stage < steps) fetch(stage, memory + stage * Stages<F>::BYTES);
@@ -281,12 +303,8 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
         const u8* codes = memory + own;
         own = own == (F::STAGES - 1) * Stages<F>::BYTES ? 0 : own + Stages<F>::BYTES;
         const u8* inputs = codes + Stages<F>::CODES + g * Stages<F>::INPUT_PITCH + t * 16;
+        const u32* scales = (const u32*)(codes + Stages<F>::SCALES) + warp * 32 + g;
         codes += (warp * 32 + g) * F::PITCH;
-#pragma unroll
-        for (int r = 0; r < 4; r++) {
-            scales[r] = next_scales[r];
-            if (step + 1 < steps) next_scales[r] = scale(r, step + 1);
-        }
         // Unrolled, the parts would need more registers than there are.
 #pragma unroll 1
         for (int part = 0; part < F::KC / 32; part++) {
@@ -295,7 +313,8 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
 #pragma unroll
             for (int r = 0; r < 4; r++) {
                 u32 w[4];
-                F::widen(codes + r * 8 * F::PITCH, scales[r], step, t, part, table, w);
+                u32 scale = F::SCALES ? scales[r * 8] : 0;
+                F::widen(codes + r * 8 * F::PITCH, scale, odd >> r & 1, step, t, part, table, w);
                 a[r / 2][0][r % 2] = w[0];
                 a[r / 2][0][2 + r % 2] = w[1];
                 a[r / 2][1][r % 2] = w[2];
@@ -531,7 +550,7 @@ static __device__ __forceinline__ void down(const Weights& matrix, const Sorted&
 }
 
 #define DENSE(NAME, F)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) dense_##NAME(                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) dense_##NAME(                                            \
         const __grid_constant__ Weights matrix, const u16* x, u64 stride, u32 columns, u32 group_rows, u32 tokens,    \
         float* out) {                                                                                                 \
         dense<F>(matrix, x, stride, columns, group_rows, tokens, out);                                                \
@@ -539,13 +558,13 @@ static __device__ __forceinline__ void down(const Weights& matrix, const Sorted&
 
 #define EXPERTS(NAME, F)                                                                                              \
     DENSE(NAME, F)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) gate_up_##NAME(                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gate_up_##NAME(                                          \
         const __grid_constant__ Weights gate, const __grid_constant__ Weights up,                                     \
         const __grid_constant__ Sorted sorted, const u16* x, u32 n_used, const float* weights, u32 columns, u32 rows, \
         float limit, u64 pieces, u32 step_columns, u16* mids, float* plain) {                                         \
         gate_up<F>(gate, up, sorted, x, n_used, weights, columns, rows, limit, pieces, step_columns, mids, plain);    \
     }                                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2) down_##NAME(                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) down_##NAME(                                             \
         const __grid_constant__ Weights matrix, const __grid_constant__ Sorted sorted, const u16* mids, u32 columns,  \
         u32 rows, float* parts) {                                                                                     \
         down<F>(matrix, sorted, mids, columns, rows, parts);                                                          \

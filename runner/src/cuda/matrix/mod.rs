@@ -122,7 +122,8 @@ impl Matrix {
         let n_bytes = n_bytes.ok_or_else(|| {
             wrong("more than can be addressed".to_owned(), "at most 2^32 rows of 2^24 values".to_owned())
         })?;
-        let bytes = gpu.device.alloc(n_bytes, "weights")?;
+        // Kernels read whole words.
+        let bytes = gpu.device.alloc(n_bytes.next_multiple_of(16), "weights")?;
         let planes = Planes::of(block_type, columns);
         Ok(Self { block_type, rows, columns, row_bytes, planes, bytes })
     }

@@ -61,7 +61,9 @@ impl Format {
             && matrix.rows() <= i32::MAX as usize
             && matrix.rows().div_ceil(TILE_ROWS) <= GRID_LIMIT;
         let input_pitch = if step_columns == 32 { 64 } else { step_columns * 2 + 64 };
-        let shared_bytes = stages * (TILE_ROWS * pitch + TILE_TOKENS * input_pitch) + table_bytes;
+        let scale_bytes = if matches!(matrix.block_type(), BlockType::Q4K | BlockType::F16) { 0 } else { 4 };
+        let stage_bytes = TILE_ROWS * (pitch + scale_bytes) + TILE_TOKENS * input_pitch;
+        let shared_bytes = stages * stage_bytes + table_bytes;
         let experts = !matches!(matrix.block_type(), BlockType::Q8_0 | BlockType::F16);
         let name = matrix.block_type().name();
         (fits && small).then_some(Self { name, step_columns, pieces, shared_bytes, experts })
