@@ -290,6 +290,11 @@ fn row(
     let mut logits = session.prefill(tokens)?;
     let read = reading.elapsed().as_secs_f64();
     let (ctx_tokens, kvcache_bytes, here) = (session.n_tokens(), session.cache_bytes(), session.snapshot()?);
+    // A GPU takes memory in the first step and records the second: once a session, not a token.
+    for _ in 0..2 {
+        session.decode(argmax(&logits))?;
+    }
+    session.restore(&here)?;
     let writing = Instant::now();
     for _ in 0..n_generated {
         logits = session.decode(argmax(&logits))?;

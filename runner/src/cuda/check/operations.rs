@@ -22,9 +22,9 @@ use crate::weights::open_source;
 const CLOSE: Tolerance = Tolerance { rms: 2e-6, largest: 3e-5 };
 /// Rows stored as `f16`.
 const HALVES: Tolerance = Tolerance { rms: 2e-3, largest: 3e-2 };
-/// Products with `f16` inputs and weights, or inputs of 8 bits.
-/// Queries and softmax weights are rounded to halves.
+/// Queries and softmax weights rounded to halves.
 const ROUNDED_QUERIES: Tolerance = Tolerance { rms: 3e-3, largest: 3e-2 };
+/// Products with `f16` inputs and weights, or inputs of 8 bits.
 const ROUNDED_INPUTS: Tolerance = Tolerance { rms: 2e-2, largest: 2e-1 };
 
 /// A backend with what operations need besides values.
