@@ -3,6 +3,7 @@
 mod arguments;
 mod bench;
 mod compare;
+mod doctor;
 mod inspect;
 mod model;
 mod plan;
@@ -48,6 +49,8 @@ enum Command {
     Run(run::Arguments),
     /// Measure how fast a model reads and writes as the context grows.
     Bench(bench::Arguments),
+    /// Show what this machine can compute with, and check that it computes right.
+    Doctor(doctor::Arguments),
     /// Show the tokens of a text.
     Tokenize(run::TokenizeArguments),
     /// Measure how close a file's predictions are to another's.
@@ -72,6 +75,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Compare(a) => compare::run(&a),
         Command::Run(a) => run::run(&a),
         Command::Bench(a) => bench::run(&a),
+        Command::Doctor(a) => doctor::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
         Command::Synth(a) => synth::run(&a),
