@@ -400,34 +400,34 @@ impl HeatMap {
             }
             let frame = [(0, 0), (map_width as i32, map_height as i32)];
             cells.draw(&Rectangle::new(frame, INK.mix(0.5).stroke_width(1)))?;
-            self.label_axes(&cells, (cell_width, cell_height))?;
+            self.label_axes(canvas, left as i32, (cell_width, cell_height))?;
             let side = canvas.margin(0, 0, (left + map_width + 24) as i32, 0);
             self.draw_scale(&side, (low, high))
         })
     }
 
+    /// Names and numbers of rows and columns; `left`: where the cells begin.
     fn label_axes(
         &self,
-        cells: &Canvas<'_>,
+        canvas: &Canvas<'_>,
+        left: i32,
         (cell_width, cell_height): (u32, u32),
     ) -> Result<(), Box<dyn std::error::Error>> {
         let middle = |i: usize, cell: u32| (i as u32 * cell + cell / 2) as i32;
-        let (right, bottom) =
+        let (width, height) =
             ((cell_width * self.n_columns as u32) as i32, (cell_height * self.n_rows as u32) as i32);
         for column in (0..self.n_columns).step_by(tick_step(self.n_columns)) {
-            cells.draw(&Text::new(
-                column.to_string(),
-                (middle(column, cell_width), bottom + 14),
-                centred(13),
-            ))?;
+            let place = (left + middle(column, cell_width), height + 14);
+            canvas.draw(&Text::new(column.to_string(), place, centred(13)))?;
         }
         let beside = text(13).pos(Pos::new(HPos::Right, VPos::Center));
         for row in (0..self.n_rows).step_by(tick_step(self.n_rows)) {
-            cells.draw(&Text::new(row.to_string(), (-8, middle(row, cell_height)), beside.clone()))?;
+            let place = (left - 8, middle(row, cell_height));
+            canvas.draw(&Text::new(row.to_string(), place, beside.clone()))?;
         }
-        cells.draw(&Text::new(self.x_label.clone(), (right / 2, bottom + 38), centred(15)))?;
+        canvas.draw(&Text::new(self.x_label.clone(), (left + width / 2, height + 38), centred(15)))?;
         let upright = centred(15).transform(FontTransform::Rotate270);
-        cells.draw(&Text::new(self.y_label.clone(), (-48, bottom / 2), upright))?;
+        canvas.draw(&Text::new(self.y_label.clone(), (18, height / 2), upright))?;
         Ok(())
     }
 
