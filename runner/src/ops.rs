@@ -201,6 +201,9 @@ pub struct MatrixPlace {
 /// expert, rows, route weights, gathered inputs, mids.
 pub type ExpertTap<'a> = dyn FnMut(usize, &[usize], &[f32], &[f32], &[f32]) + 'a;
 
+/// Called with the inputs of the shared expert's down projection, one row a token.
+pub type SharedTap<'a> = dyn FnMut(&[f32]) + 'a;
+
 /// A machine that computes the model's operations.
 ///
 /// Tensors are `f32`, `[tokens, width]`. Numeric contract: multiplications and additions in `f32`, in an order
@@ -376,11 +379,12 @@ pub trait Backend: Send + Sync {
         limit: f32,
         tap: Option<&mut ExpertTap<'_>>,
     ) -> Result<Self::Tensor, RunnerError>;
-    /// (4.7.5) The shared expert.
+    /// (4.7.5) The shared expert. `tap` is shown the input of `down`.
     fn shared_expert(
         &self,
         input: &Self::Tensor,
         expert: &GatedFfn<Self::Matrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<Self::Tensor, RunnerError>;
 }

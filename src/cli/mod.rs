@@ -3,6 +3,7 @@
 mod arguments;
 mod bench;
 mod compare;
+mod imatrix;
 mod inspect;
 mod model;
 mod plan;
@@ -12,6 +13,7 @@ mod run;
 mod score;
 mod shell;
 mod synth;
+mod trace;
 mod verify;
 
 use std::io::Write;
@@ -52,6 +54,10 @@ enum Command {
     Tokenize(run::TokenizeArguments),
     /// Measure how close a file's predictions are to another's.
     Score(score::Arguments),
+    /// Collect, show, merge, convert and compare importance matrices; build calibration texts.
+    Imatrix(imatrix::Arguments),
+    /// Replay recorded expert choices against caches.
+    Trace(trace::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -74,6 +80,8 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(a) => bench::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
+        Command::Imatrix(a) => imatrix::run(&a),
+        Command::Trace(a) => trace::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),

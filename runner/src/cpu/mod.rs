@@ -30,7 +30,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, Indexed, MatrixPlace, Mix, Numerics, Piece, Rope, RouterRule, Routing,
-    Selection,
+    Selection, SharedTap,
 };
 use crate::weights::WeightSource;
 
@@ -407,7 +407,8 @@ impl Backend for CpuBackend {
         input: &CpuTensor,
         expert: &GatedFfn<CpuMatrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<CpuTensor, RunnerError> {
-        self.shared(input, expert, limit)
+        self.shared(input, expert, limit, tap)
     }
 }
