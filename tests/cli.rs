@@ -234,7 +234,7 @@ fn requantizing_a_lossy_file_needs_to_be_allowed_but_mxfp4_is_expanded_exactly()
 #[test]
 fn quickstart_ends_with_sound_files_that_can_be_made_again() {
     let report = done(&["quickstart", "--tokens", "60"]);
-    for word in ["q2", "q4", "mxfp4", "sound", "equal", "llama.cpp", "KL"] {
+    for word in ["q2", "q4", "mxfp4", "sound", "equal", "llama.cpp", "KL", "q2-imatrix", "Importance collected"] {
         assert!(report.contains(word), "{word} is missing in:\n{report}");
     }
     assert!(!report.contains("BROKEN") && !report.contains("DIFFER"), "{report}");

@@ -244,7 +244,7 @@ fn report(arguments: &Arguments, collected: &Collected, datasets: &[Dataset]) ->
             "mean_nll": collected.mean_nll,
             "perplexity": collected.mean_nll.exp(),
             "shares_seen": collected.shares_seen,
-            "layers_below_min_coverage": below.iter().map(|(layer, _)| layer).collect::<Vec<usize>>(),
+            "layers_below_min_coverage": below.iter().map(|(layer, _)| *layer).collect::<Vec<usize>>(),
             "datasets": datasets,
         }))?;
     } else {
