@@ -286,17 +286,8 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
             ]
         })
         .collect();
-    let columns = [
-        "build",
-        "gate/up",
-        "down",
-        "file",
-        "expert error",
-        "alignment",
-        "verify",
-        "made again",
-        "built in",
-    ];
+    let columns =
+        ["build", "gate/up", "down", "file", "expert error", "alignment", "verify", "made again", "built in"];
     text += "\n\n";
     text += &table(&columns, 3, &rows);
     text += "\n\nexpert error: squared error of the routed experts relative to their squares, weighted by what the held-out text multiplies\nthem with; alignment: 1 where weights are not shrunk\n\n";

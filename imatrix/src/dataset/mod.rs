@@ -211,6 +211,6 @@ mod tests {
         }
         std::fs::write(folder.path().join("d.txt"), b"ab\xff").unwrap();
         let message = Dataset::open(&folder.path().join("d.txt")).unwrap_err().to_string();
-        assert!(message.contains("byte 2"), "{message}");
+        assert!(message.contains("byte at 2"), "{message}");
     }
 }

@@ -415,8 +415,8 @@ mod tests {
         let ids = [0, 0, 0, 1, 2, 3, 4, 5, 0];
         assert_eq!(hits(&sequence(&ids), FREQUENCY, 1), 3);
         assert_eq!(hits(&sequence(&ids), Policy::LeastRecentlyUsed, 1), 2);
-        // Halved at every visit, old uses soon weigh less than a new one.
-        assert_eq!(hits(&sequence(&[0, 0, 0, 1, 1, 1, 1]), Policy::DecayedFrequency { half_life: 1 }, 1), 4);
+        // Halved at every visit: the first expert scores 1.75 after three uses, 0.875 when the second comes with 1.
+        assert_eq!(hits(&sequence(&[0, 0, 0, 1, 1, 1, 1]), Policy::DecayedFrequency { half_life: 1 }, 1), 5);
     }
 
     #[test]
