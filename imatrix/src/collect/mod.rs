@@ -194,7 +194,9 @@ fn identity(model: &Model, prompts: &[Vec<u32>], options: &CollectOptions) -> Id
     let mut digest = Sha256::new();
     for prompt in prompts {
         digest.update((prompt.len() as u64).to_le_bytes());
-        prompt.iter().for_each(|token| digest.update(token.to_le_bytes()));
+        for token in prompt {
+            digest.update(token.to_le_bytes());
+        }
     }
     let provenance = model.provenance();
     let settings = format!(

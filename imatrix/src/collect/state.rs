@@ -92,7 +92,7 @@ pub(super) fn save(
             out.write_all(&header)?;
             for block in totals.blocks() {
                 block.counts.iter().try_for_each(|count| out.write_all(&count.to_le_bytes()))?;
-                block.sums.iter().try_for_each(|sum| out.write_all(&sum.to_le_bytes()))?;
+                block.squares.iter().try_for_each(|sum| out.write_all(&sum.to_le_bytes()))?;
             }
             let digest = out.digest.finalize_reset();
             out.inner.write_all(&digest)
@@ -133,7 +133,7 @@ pub(super) fn load(
             differs: differs(&header.identity, identity),
         });
     }
-    let n_values: u64 = totals.blocks().map(|b| (b.counts.len() + b.sums.len()) as u64).sum();
+    let n_values: u64 = totals.blocks().map(|b| (b.counts.len() + b.squares.len()) as u64).sum();
     let expected = 16 + n_header_bytes + 8 * n_values + 32;
     if n_file_bytes != expected {
         return Err(damaged(format!("it has {n_file_bytes} bytes, expected {expected}")));
@@ -145,7 +145,7 @@ pub(super) fn load(
                 file.read_exact(&mut eight)?;
                 *count = u64::from_le_bytes(eight);
             }
-            for sum in &mut block.sums {
+            for sum in &mut block.squares {
                 file.read_exact(&mut eight)?;
                 *sum = f64::from_le_bytes(eight);
             }

@@ -52,20 +52,20 @@ const DENSE: [(Site, &[&str]); 6] = [
 pub(super) struct Sums {
     pub(super) n_columns: usize,
     /// `[matrices, n_columns]`.
-    pub(super) sums: Vec<f64>,
+    pub(super) squares: Vec<f64>,
     /// Rows summed, `[matrices]`.
     pub(super) counts: Vec<u64>,
 }
 
 impl Sums {
     fn new(n_matrices: usize, n_columns: usize) -> Self {
-        Self { n_columns, sums: vec![0.0; n_matrices * n_columns], counts: vec![0; n_matrices] }
+        Self { n_columns, squares: vec![0.0; n_matrices * n_columns], counts: vec![0; n_matrices] }
     }
 
     /// Adds the squares of one row, multiplied by `scale` in `f32` as the model does.
     fn add(&mut self, matrix: usize, row: &[f32], scale: f32) {
-        let sums = &mut self.sums[matrix * self.n_columns..][..self.n_columns];
-        for (sum, &value) in sums.iter_mut().zip(row) {
+        let squares = &mut self.squares[matrix * self.n_columns..][..self.n_columns];
+        for (sum, &value) in squares.iter_mut().zip(row) {
             let value = f64::from(value * scale);
             *sum += value * value;
         }
@@ -73,7 +73,7 @@ impl Sums {
     }
 
     fn entry(&self, name: String) -> Entry {
-        let sums: Vec<f32> = self.sums.iter().map(|&sum| sum as f32).collect();
+        let sums: Vec<f32> = self.squares.iter().map(|&sum| sum as f32).collect();
         let counts = self.counts.iter().map(|&count| count as f64).collect();
         Entry::from_sums(name, self.n_columns, &sums, counts)
     }
@@ -141,8 +141,8 @@ impl Totals {
         let dense = self.dense.iter().map(|d| (d.names[0].clone(), &d.sums));
         routed.chain(dense).find_map(|(name, block)| {
             // Entries are `f32`, so a sum beyond their range is as lost as an infinite one.
-            let index = block.sums.iter().position(|&sum| !(sum as f32).is_finite())?;
-            Some((name, index / block.n_columns, index % block.n_columns, block.sums[index]))
+            let index = block.squares.iter().position(|&sum| !(sum as f32).is_finite())?;
+            Some((name, index / block.n_columns, index % block.n_columns, block.squares[index]))
         })
     }
 

@@ -93,7 +93,6 @@ fn sums_and_counts_equal_those_of_independent_code() {
         for (kind, sums) in [("gate", "gate_up_sum2"), ("up", "gate_up_sum2"), ("down", "down_sum2_weighted")]
         {
             let worst = worst(&weighted.imatrix, &folder, kind, sums);
-            eprintln!("{variant} {kind}: worst relative difference {worst:.1e}");
             assert!(worst < 1e-4, "{variant} {kind}: {worst}");
         }
         let unweighted = CollectOptions { dense: false, down_input: DownInput::Unweighted, ..options(None) };

@@ -102,8 +102,12 @@ pub fn replay(trace: &Trace, policy: Policy, slots: usize, counted: Counted) -> 
         let keys = keys(trace, visit);
         cache.begin(visit.layer, &keys);
         let (there, fetched): (Vec<_>, Vec<_>) = keys.iter().partition(|&&key| cache.holds(key));
-        there.iter().for_each(|&key| cache.hit(key));
-        fetched.iter().for_each(|&key| cache.miss(key));
+        for &key in &there {
+            cache.hit(key);
+        }
+        for &key in &fetched {
+            cache.miss(key);
+        }
         if counted.counts(visit) {
             hits += there.len() as u64;
             misses += fetched.len() as u64;
@@ -204,7 +208,9 @@ impl Cache for Frequency {
     fn begin(&mut self, layer: usize, keys: &[Key]) {
         self.visits[layer] += 1;
         if self.visits[layer].is_multiple_of(self.half_life) {
-            self.scores[layer * self.n_experts..][..self.n_experts].iter_mut().for_each(|s| *s *= 0.5);
+            for score in &mut self.scores[layer * self.n_experts..][..self.n_experts] {
+                *score *= 0.5;
+            }
         }
         self.in_use = keys.to_vec();
         for &key in keys {

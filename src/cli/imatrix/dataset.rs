@@ -101,9 +101,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         eprintln!("warning: no text of kind `{}` fits its share; raise --tokens", kind.kind);
     }
     if arguments.json {
-        print_json(&built.manifest)?
+        print_json(&built.manifest)?;
     } else {
-        print(&report(&built, &arguments.out))?
+        print(&report(&built, &arguments.out))?;
     }
     Ok(ExitCode::SUCCESS)
 }

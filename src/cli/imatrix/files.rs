@@ -5,8 +5,8 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
+use imatrix::Imatrix;
 use imatrix::routing::{LayerRouting, RoutingFigures, picture};
-use imatrix::{Imatrix, Loss};
 use serde_json::json;
 
 use super::super::{print, print_json};
@@ -168,7 +168,9 @@ impl OutputArguments {
         if self.json {
             print_json(&json!({ "out": self.out, "entries": matrix.entries().len(), "losses": losses }))?;
         } else {
-            losses.iter().for_each(|loss: &Loss| eprintln!("note: {loss}"));
+            for loss in &losses {
+                eprintln!("note: {loss}");
+            }
             print(&format!("{} entries\n{}", matrix.entries().len(), self.out.display()))?;
         }
         Ok(ExitCode::SUCCESS)

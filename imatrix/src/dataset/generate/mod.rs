@@ -102,7 +102,7 @@ mod tests {
             assert_eq!(texts[41], text(kind, 7, 41).unwrap());
             assert_ne!(texts[0], text(kind, 8, 0).unwrap());
             let with = texts.iter().filter(|text| text.contains("<think>")).count();
-            assert!(with >= 50 && with <= 200, "{kind}: {with} with thinking");
+            assert!((50..=200).contains(&with), "{kind}: {with} with thinking");
             for text in texts {
                 assert!(
                     text.starts_with("<｜begin▁of▁sentence｜>") && text.ends_with("<｜end▁of▁sentence｜>")
