@@ -25,7 +25,7 @@ use crate::observe::{
 };
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    Numerics, Piece, Rope, RowPlaces, Selection,
+    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap,
 };
 
 /// Tokens that go through the layers together, of one or several sequences.
@@ -474,7 +474,13 @@ impl<B: Backend> Network<B> {
         pass.see(b, Site::RoutedOutput, at, places, &y)?;
 
         // (4.7.5, 4.7.6)
-        let shared = b.shared_expert(x, &f.shared, h.swiglu_limit)?;
+        let tapped = pass.observer.wants(Site::SharedMid, at);
+        let observer = &mut pass.observer;
+        let mut show = |values: &[f32]| {
+            observer.rows(Observation { site: Site::SharedMid, layer: at, tokens: places, values });
+        };
+        let tap = tapped.then_some(&mut show as &mut SharedTap<'_>);
+        let shared = b.shared_expert(x, &f.shared, h.swiglu_limit, tap)?;
         pass.see(b, Site::SharedOutput, at, places, &shared)?;
         b.add(&mut y, &shared)?;
         Ok(y)

@@ -4,6 +4,7 @@ mod arguments;
 mod bench;
 mod compare;
 mod doctor;
+mod imatrix;
 mod inspect;
 mod model;
 mod plan;
@@ -13,6 +14,7 @@ mod run;
 mod score;
 mod shell;
 mod synth;
+mod trace;
 mod verify;
 
 use std::io::Write;
@@ -55,6 +57,10 @@ enum Command {
     Tokenize(run::TokenizeArguments),
     /// Measure how close a file's predictions are to another's.
     Score(score::Arguments),
+    /// Collect, show, merge, convert and compare importance matrices; build calibration texts.
+    Imatrix(imatrix::Arguments),
+    /// Replay recorded expert choices against caches.
+    Trace(trace::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -78,6 +84,8 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Doctor(a) => doctor::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
+        Command::Imatrix(a) => imatrix::run(&a),
+        Command::Trace(a) => trace::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),

@@ -19,7 +19,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, Work,
+    RowPlaces, Selection, SharedTap, Work,
 };
 use crate::session::Options;
 use crate::weights::WeightSource;
@@ -771,6 +771,7 @@ impl Backend for CudaBackend {
         input: &CudaTensor,
         expert: &GatedFfn<Matrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<CudaTensor, RunnerError> {
         let mut products = self.linear_many(input, &[&expert.gate, &expert.up])?.into_iter();
         let mut mid = products.next().expect("one product a matrix");
@@ -779,6 +780,9 @@ impl Backend for CudaBackend {
         let arguments =
             Arguments::new().write(&mid.values.view_mut()).read(up.values.view()).int(n).float(limit);
         self.launch("rows", "swiglu_rows", Launch::over(n), arguments)?;
+        if let Some(tap) = tap {
+            tap(&self.read(&mid)?);
+        }
         Ok(self.product(&mid, &expert.down, 1)?)
     }
 }
