@@ -12,6 +12,7 @@ mod run;
 mod score;
 mod shell;
 mod synth;
+mod vectors;
 mod verify;
 
 use std::io::Write;
@@ -50,8 +51,10 @@ enum Command {
     Bench(bench::Arguments),
     /// Show the tokens of a text.
     Tokenize(run::TokenizeArguments),
-    /// Measure how close a file's predictions are to another's.
+    /// Measure how good a file is: by official answers, and by another file's predictions.
     Score(score::Arguments),
+    /// Record, fetch and check predictions behind fixed prompts.
+    Vectors(vectors::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -74,6 +77,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(a) => bench::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
+        Command::Vectors(a) => vectors::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),
