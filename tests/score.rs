@@ -341,6 +341,11 @@ fn the_recorded_vectors_of_the_nano_model_hold_and_a_coarser_file_fails_them() {
     let nano = setting.path("nano");
     let vectors = repository("test-vectors/vectors/nano");
     let vectors = vectors.to_str().unwrap();
+    for entry in std::fs::read_dir(repository("test-vectors/prompts")).unwrap() {
+        let path = entry.unwrap().path();
+        let recorded = Path::new(vectors).join("prompts").join(path.file_name().unwrap());
+        assert_eq!(std::fs::read(&path).unwrap(), std::fs::read(recorded).unwrap(), "{}", path.display());
+    }
     let checked =
         json(&done(&["vectors", "check", "-m", &nano, "--vectors", vectors, "--bound", "0.001", "--json"]));
     assert_eq!(checked["passed"], true);
@@ -405,14 +410,16 @@ fn vectors_are_fetched_whole_and_right_or_not_at_all() {
     refused(&format!("{}/v1", server.url()), &"0".repeat(64), "SHA256SUMS` has SHA-256");
     refused(&format!("{}/v2", server.url()), &hash, "404");
     let changed = file.clone();
-    let server = Server::start(move |request| match request.path.ends_with("who.txt") {
-        true => Response::ok("Who am I?"),
-        false => changed(request),
+    let server = Server::start(move |request| {
+        if request.path.ends_with("who.txt") { Response::ok("Who am I?") } else { changed(request) }
     });
     refused(&format!("{}/v1/", server.url()), &hash, "changed or damaged");
-    let server = Server::start(move |request| match request.path.ends_with("who.txt") {
-        true => Response::ok("Who are you?").cut_after(4),
-        false => file(request),
+    let server = Server::start(move |request| {
+        if request.path.ends_with("who.txt") {
+            Response::ok("Who are you?").cut_after(4)
+        } else {
+            file(request)
+        }
     });
     refused(&format!("{}/v1", server.url()), &hash, "cannot get");
     let outside = format!("{}  ../outside\n", "0".repeat(64));

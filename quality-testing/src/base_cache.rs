@@ -57,7 +57,9 @@ impl Identity {
         let mut hash = Sha256::new();
         for text in texts {
             hash.update((text.len() as u64).to_le_bytes());
-            text.iter().for_each(|token| hash.update(token.to_le_bytes()));
+            for token in text {
+                hash.update(token.to_le_bytes());
+            }
         }
         Self {
             label,
@@ -331,7 +333,9 @@ impl CacheFile {
             bytes.clear();
             bytes.extend(argmax(&values).to_le_bytes());
             bytes.extend((-values[next as usize]).to_le_bytes());
-            values.iter().for_each(|&value| bytes.extend(to_f16(value).to_le_bytes()));
+            for &value in &values {
+                bytes.extend(to_f16(value).to_le_bytes());
+            }
             if written.is_ok() {
                 written = out.write_all(&bytes);
             }

@@ -155,7 +155,9 @@ impl Base {
                     match reader.row(text, position) {
                         Ok(row) => {
                             // The base is held rounded; rounding the other side alike makes equal predictions equal.
-                            other.iter_mut().for_each(|value| *value = round_to_f16(*value));
+                            for value in &mut other {
+                                *value = round_to_f16(*value);
+                            }
                             let base = (row.top, f64::from(row.nll));
                             sums.push(&row.log_probabilities, &other, base, (top, nll));
                         }

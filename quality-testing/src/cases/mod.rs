@@ -8,7 +8,7 @@ pub mod official;
 pub mod tsv;
 pub mod vec;
 
-use std::collections::BTreeMap;
+use std::collections::BTreeSet;
 use std::fs::File;
 use std::io::Read;
 use std::path::{Path, PathBuf};
@@ -215,12 +215,12 @@ pub(crate) struct Gathering {
     /// What the cases say, with the first that says so.
     by_case: Option<SetLabel>,
     cases: Vec<Case>,
-    ids: BTreeMap<String, ()>,
+    ids: BTreeSet<String>,
 }
 
 impl Gathering {
     pub(crate) fn new(path: &Path) -> Self {
-        Self { path: path.to_owned(), stated: None, by_case: None, cases: Vec::new(), ids: BTreeMap::new() }
+        Self { path: path.to_owned(), stated: None, by_case: None, cases: Vec::new(), ids: BTreeSet::new() }
     }
 
     /// Takes the label that the whole set states.
@@ -248,7 +248,7 @@ impl Gathering {
                 return Err(CaseError::ZeroLength { path: self.path.clone(), id: case.id, part });
             }
         }
-        if self.ids.insert(case.id.clone(), ()).is_some() {
+        if !self.ids.insert(case.id.clone()) {
             return Err(CaseError::Duplicate { path: self.path.clone(), id: case.id });
         }
         if let Some(label) = label {

@@ -51,7 +51,8 @@ struct Official {
 
 #[derive(Debug, Serialize, Deserialize)]
 struct Step {
-    step: usize,
+    #[serde(rename = "step")]
+    index: usize,
     token: Token,
     logprob: f64,
     top_logprobs: Vec<Top>,
@@ -239,11 +240,11 @@ fn read_case(case: &Official, path: &Path, set: &mut Gathering) -> Result<(), Ca
     }
     let mut recorded = Vec::new();
     for (i, step) in case.steps.iter().enumerate() {
-        if step.step != i {
+        if step.index != i {
             return Err(CaseError::Malformed {
                 path: path.to_owned(),
                 place: format!("`steps[{i}].step`"),
-                found: step.step.to_string(),
+                found: step.index.to_string(),
                 expected: i.to_string(),
             });
         }
@@ -285,8 +286,8 @@ pub fn to_json(case: &Case, label: &str, source: &str, details: &Value) -> Value
         .recorded
         .iter()
         .enumerate()
-        .map(|(step, position)| Step {
-            step,
+        .map(|(index, position)| Step {
+            index,
             token: token(&position.token),
             logprob: position.log_probability,
             top_logprobs: position

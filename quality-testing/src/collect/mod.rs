@@ -293,10 +293,6 @@ impl<'a> Job<'a> {
         self.folder.join(sub).join(format!("{id}.{suffix}"))
     }
 
-    fn write(&self, path: &Path, bytes: &[u8]) -> Result<(), CollectError> {
-        write_whole(path, bytes).map_err(|source| CollectError::Io { path: path.to_owned(), source })
-    }
-
     /// How many cases were asked for, and how many taken from responses of an earlier run.
     fn run(
         &mut self,
@@ -318,11 +314,11 @@ impl<'a> Job<'a> {
                 self.finish(prompt, &text, &answer)?;
                 n_adopted += 1;
             } else {
-                self.write(&self.path("prompts", &prompt.id, "txt"), prompt.text.as_bytes())?;
+                write(&self.path("prompts", &prompt.id, "txt"), prompt.text.as_bytes())?;
                 let accept = |text: &str| self.usable(&prompt.id, text);
                 let (text, answer) = api.ask(&prompt.id, &prompt.text, &accept, note)?;
                 let response = self.path("responses", &prompt.id, "json");
-                self.write(&response, text.as_bytes())?;
+                write(&response, text.as_bytes())?;
                 self.finish(prompt, &text, &answer)?;
                 n_asked += 1;
             }
@@ -389,7 +385,7 @@ impl<'a> Job<'a> {
 
     /// The response is in its file; notes it.
     fn finish(&mut self, prompt: &Prompt, text: &str, answer: &Answer) -> Result<(), CollectError> {
-        self.write(&self.path("continuations", &prompt.id, "txt"), answer.content.as_bytes())?;
+        write(&self.path("continuations", &prompt.id, "txt"), answer.content.as_bytes())?;
         let record = Record {
             id: prompt.id.clone(),
             kind: prompt.kind.clone(),
@@ -418,7 +414,11 @@ impl<'a> Job<'a> {
                 .expect("a string takes any text");
         }
         let path = self.folder.join("manifest.tsv");
-        self.write(&path, text.as_bytes())?;
+        write(&path, text.as_bytes())?;
         Ok(path)
     }
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<(), CollectError> {
+    write_whole(path, bytes).map_err(|source| CollectError::Io { path: path.to_owned(), source })
 }

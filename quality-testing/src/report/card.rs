@@ -2,13 +2,15 @@
 
 use std::fmt::Write;
 
-use super::{KldReport, Report, RunReport, gigabytes, labels_line, spread};
+use super::{KldReport, Report, RunReport, labels_line, size, spread};
 
 /// A card with the numbers of some results, to publish beside a file. `title`: its heading.
 pub fn card(title: &str, reports: &[Report]) -> String {
     let mut text = format!("# {}\n", cell(title));
-    let runs: Vec<&RunReport> =
-        reports.iter().filter_map(|r| if let Report::Run(run) = r { Some(run) } else { None }).collect();
+    let runs: Vec<&RunReport> = reports
+        .iter()
+        .filter_map(|r| if let Report::Run(run) = r { Some(run.as_ref()) } else { None })
+        .collect();
     if !runs.is_empty() {
         add_runs(&mut text, &runs);
     }
@@ -35,7 +37,7 @@ fn add_runs(text: &mut String, runs: &[&RunReport]) {
             &format!(
                 "| {} | {} | {} | {} | {} | {} | {:.2} | {top} |",
                 cell(&run.model.name),
-                gigabytes(run.model.file_bytes),
+                size(run.model.file_bytes),
                 s.n_cases,
                 s.n_tokens,
                 spread(&s.average_nll, 5),
@@ -70,7 +72,7 @@ fn add_kld(text: &mut String, kld: &KldReport) {
             &format!(
                 "| {} | {} | {:.4} | {} | {median:.5} / {p90:.4} / {p99:.4} | {:.2} % | {:.2} % |",
                 cell(name),
-                gigabytes(row.model.file_bytes),
+                size(row.model.file_bytes),
                 c.perplexity,
                 spread(&c.kl, 5),
                 100.0 * c.rms_delta_p,

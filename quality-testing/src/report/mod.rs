@@ -126,9 +126,9 @@ pub struct KldRow {
 #[derive(Debug, Clone, PartialEq)]
 pub enum Report {
     /// By recorded continuations.
-    Run(RunReport),
+    Run(Box<RunReport>),
     /// By divergence from a base.
-    Kld(KldReport),
+    Kld(Box<KldReport>),
 }
 
 /// Why no page was made.
@@ -226,7 +226,9 @@ impl Summary {
         let n_tokens: usize = scores.iter().map(|score| score.target_tokens).sum();
         let clusters: Vec<_> = scores.iter().map(|score| (score.nll, score.target_tokens)).collect();
         let mut agreement = Agreement::default();
-        scores.iter().for_each(|score| agreement.add(&score.agreement));
+        for score in scores {
+            agreement.add(&score.agreement);
+        }
         let average_nll = Interval::of_clusters(&clusters);
         let mut warnings: Vec<String> = scores
             .iter()
@@ -270,8 +272,8 @@ pub fn read(path: &Path) -> Result<Report, ReportError> {
     let value: serde_json::Value = serde_json::from_str(&text).map_err(|e| no_result(e.to_string()))?;
     let schema = value.get("schema").and_then(|schema| schema.as_str()).map(str::to_owned);
     let report = match schema.as_deref() {
-        Some(RUN_SCHEMA) => serde_json::from_value(value).map(Report::Run),
-        Some(KLD_SCHEMA) => serde_json::from_value(value).map(Report::Kld),
+        Some(RUN_SCHEMA) => serde_json::from_value(value).map(Box::new).map(Report::Run),
+        Some(KLD_SCHEMA) => serde_json::from_value(value).map(Box::new).map(Report::Kld),
         other => {
             return Err(no_result(format!(
                 "`schema` is {}, expected `{RUN_SCHEMA}` or `{KLD_SCHEMA}`",
@@ -288,7 +290,7 @@ pub fn read(path: &Path) -> Result<Report, ReportError> {
 /// [`ReportError::DifferentCases`].
 pub fn check_together(reports: &[Report]) -> Result<(), ReportError> {
     let mut runs = reports.iter().filter_map(|report| match report {
-        Report::Run(run) => Some(run),
+        Report::Run(run) => Some(run.as_ref()),
         Report::Kld(_) => None,
     });
     let Some(first) = runs.next() else { return Ok(()) };
@@ -323,7 +325,8 @@ fn spread(interval: &Interval, digits: usize) -> String {
     format!("{:.digits$} [{:.digits$}, {:.digits$}]", interval.mean, interval.low, interval.high)
 }
 
-/// Decimal gigabytes, as file sizes are published.
-fn gigabytes(n_bytes: u64) -> String {
-    format!("{:.2} GB", n_bytes as f64 / 1e9)
+/// Decimal gigabytes, as file sizes are published; megabytes for small files.
+fn size(n_bytes: u64) -> String {
+    let n_bytes = n_bytes as f64;
+    if n_bytes < 1e9 { format!("{:.2} MB", n_bytes / 1e6) } else { format!("{:.2} GB", n_bytes / 1e9) }
 }

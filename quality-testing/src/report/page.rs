@@ -5,7 +5,7 @@ use std::fmt::Write;
 
 use gguf_tools::plot::{Bar, BarChart, LineChart, Scale, Series};
 
-use super::{KldReport, KldRow, ModelFacts, Report, ReportError, RunReport, gigabytes, labels_line, spread};
+use super::{KldReport, KldRow, ModelFacts, Report, ReportError, RunReport, labels_line, size, spread};
 use crate::scoring::CaseScore;
 
 const STYLE: &str = include_str!("page.css");
@@ -16,8 +16,10 @@ const STYLE: &str = include_str!("page.css");
 /// If a picture cannot be drawn.
 pub fn page(title: &str, reports: &[Report]) -> Result<String, ReportError> {
     let mut body = String::new();
-    let runs: Vec<&RunReport> =
-        reports.iter().filter_map(|r| if let Report::Run(run) = r { Some(run) } else { None }).collect();
+    let runs: Vec<&RunReport> = reports
+        .iter()
+        .filter_map(|r| if let Report::Run(run) = r { Some(run.as_ref()) } else { None })
+        .collect();
     if !runs.is_empty() {
         body.push_str(&runs_section(&runs)?);
     }
@@ -86,7 +88,7 @@ fn run_row(run: &RunReport) -> Vec<String> {
     let s = &run.summary;
     vec![
         run.model.name.clone(),
-        gigabytes(run.model.file_bytes),
+        size(run.model.file_bytes),
         s.n_cases.to_string(),
         s.n_tokens.to_string(),
         spread(&s.average_nll, 4),
@@ -211,21 +213,22 @@ fn kld_section(kld: &KldReport) -> Result<String, ReportError> {
     html.push_str(&table(&columns, &rows));
     let models: Vec<&KldRow> = kld.rows.iter().filter(|row| !row.is_noise).collect();
     html.push_str("<div class=\"plots\">\n");
-    let bars = |of: fn(&KldRow) -> (f64, Option<(f64, f64)>)| {
-        let bar = |row: &&KldRow| {
-            let (value, interval) = of(row);
-            Bar { name: short(&row.model.name), value, interval }
-        };
-        models.iter().map(bar).collect::<Vec<_>>()
-    };
     if !models.is_empty() {
-        let kl = bars(|row| (row.comparison.kl.mean, Some((row.comparison.kl.low, row.comparison.kl.high))));
-        html.push_str(&figure(&bar_chart("Divergence (KL) from the base", "nats", kl)?));
-        let top = bars(|row| {
-            let top = &row.comparison.same_top;
-            (100.0 * (1.0 - top.mean), Some((100.0 * (1.0 - top.high), 100.0 * (1.0 - top.low))))
+        let kl = models.iter().map(|row| {
+            let kl = &row.comparison.kl;
+            Bar { name: short(&row.model.name), value: kl.mean, interval: Some((kl.low, kl.high)) }
         });
-        html.push_str(&figure(&bar_chart("Positions with another best token", "%", top)?));
+        html.push_str(&figure(&bar_chart("Divergence (KL) from the base", "nats", kl.collect())?));
+        let other_top = models.iter().map(|row| {
+            let same = &row.comparison.same_top;
+            let percent = |same: f64| 100.0 * (1.0 - same);
+            Bar {
+                name: short(&row.model.name),
+                value: percent(same.mean),
+                interval: Some((percent(same.high), percent(same.low))),
+            }
+        });
+        html.push_str(&figure(&bar_chart("Positions with another best token", "%", other_top.collect())?));
     }
     if models.len() > 1 {
         html.push_str(&figure(&size_chart(&models)?));
@@ -242,7 +245,7 @@ fn kld_row(row: &KldRow) -> Vec<String> {
     vec![
         if row.is_noise { "the base against itself".to_owned() } else { row.model.name.clone() },
         row.model.checkpoint.clone().unwrap_or_else(|| "not stated".to_owned()),
-        gigabytes(row.model.file_bytes),
+        size(row.model.file_bytes),
         format!("{:.4}", c.perplexity),
         spread(&c.kl, 5),
         format!("{median:.5}"),
@@ -301,11 +304,15 @@ fn figure(svg: &str) -> String {
 
 fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
     let mut html = String::from("<div class=\"scroll\"><table>\n<thead><tr>");
-    columns.iter().for_each(|column| html.push_str(&format!("<th>{}</th>", escaped(column))));
+    for column in columns {
+        html.push_str(&format!("<th>{}</th>", escaped(column)));
+    }
     html.push_str("</tr></thead>\n<tbody>\n");
     for row in rows {
         html.push_str("<tr>");
-        row.iter().for_each(|cell| html.push_str(&format!("<td>{}</td>", escaped(cell))));
+        for cell in row {
+            html.push_str(&format!("<td>{}</td>", escaped(cell)));
+        }
         html.push_str("</tr>\n");
     }
     html.push_str("</tbody></table></div>\n");

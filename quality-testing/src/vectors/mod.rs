@@ -215,7 +215,10 @@ pub fn record(
     });
     files.push(("manifest.json".to_owned(), pretty(&manifest)));
     files.sort();
-    let sums: String = files.iter().map(|(name, bytes)| format!("{}  {name}\n", sha256(bytes))).collect();
+    let mut sums = String::new();
+    for (name, bytes) in &files {
+        sums.push_str(&format!("{}  {name}\n", sha256(bytes)));
+    }
     files.push((SUMS.to_owned(), sums.into_bytes()));
     write_folder(folder, &files).map_err(|(path, source)| RecordError::Io { path, source })
 }

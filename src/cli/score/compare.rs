@@ -85,12 +85,23 @@ fn text(arguments: &Arguments, old: &ScoreTable, new: &ScoreTable, result: &Pair
         "\n\nNLL in nats a token, wins are cases that the new file fits better. Intervals are 95 %, drawn over whole cases.\nnoise floor: {:.6} [{:.6}, {:.6}] nats a token, {} cases changed: {of}",
         noise.mean, noise.low, noise.high, result.noise_changed
     );
-    let verdict = match (result.all.difference.excludes_zero(), result.all.difference.mean < 0.0) {
-        (false, _) => "the interval holds zero: no difference is shown",
-        (true, true) => "the new file fits better",
-        (true, false) => "the new file fits worse",
-    };
-    text + &format!("\n{verdict}")
+    text + &format!("\n{}", verdict(&result.all))
+}
+
+/// What interval and sign test say together: a few long cases can move the mean alone.
+fn verdict(all: &Group) -> String {
+    const USUAL_P: f64 = 0.05;
+    if !all.difference.excludes_zero() {
+        return "the interval holds zero: no difference is shown".to_owned();
+    }
+    let side = if all.difference.mean < 0.0 { "better" } else { "worse" };
+    if all.sign_test_p < USUAL_P {
+        return format!("the new file fits {side}, by the interval and by the sign test");
+    }
+    format!(
+        "the new file fits {side} by the interval; the sign test does not show it (p = {:.4}): take more cases",
+        all.sign_test_p
+    )
 }
 
 fn cells(group: &Group) -> Vec<String> {
