@@ -360,8 +360,7 @@ fn the_recorded_vectors_of_the_nano_model_hold_and_a_coarser_file_fails_them() {
     let printed = text(&failed.stdout);
     assert!(printed.contains("OUT OF BOUNDS") && printed.contains("recorded is"), "{printed}");
     assert!(
-        fails(&["vectors", "check", "-m", &nano, "--vectors", vectors, "--bound", "-1"], 2)
-            .contains("--bound")
+        fails(&["vectors", "check", "-m", &nano, "--vectors", vectors, "--bound=-1"], 2).contains("--bound")
     );
 }
 

@@ -73,10 +73,10 @@ fn runs_section(runs: &[&RunReport]) -> Result<String, ReportError> {
         Bar { name: short(&run.model.name), value: nll.mean, interval: Some((nll.low, nll.high)) }
     });
     html.push_str(&figure(&bar_chart("NLL of the official continuations", "nats a token", bars.collect())?));
-    html.push_str(&figure(&by_token(runs)?));
     for chart in by_kind(runs)? {
         html.push_str(&figure(&chart));
     }
+    html.push_str(&wide_figure(&by_token(runs)?));
     html.push_str("</div>\n");
     html.push_str(&details(runs));
     html.push_str(&facts(runs.iter().map(|run| &run.model)));
@@ -193,23 +193,15 @@ fn kld_section(kld: &KldReport) -> Result<String, ReportError> {
             kld.sequence
         ),
     );
-    add(
-        &mut html,
-        &format!("<p class=\"label\">Base of checkpoint {}</p>", escaped(&label(&kld.base.checkpoint))),
-    );
+    let others = kld.rows.iter().filter(|row| !row.is_noise).map(|row| &row.model);
+    let labels: Vec<String> = std::iter::once(&kld.base)
+        .chain(others)
+        .map(|model| format!("<b>{}</b> of {}", escaped(&model.name), escaped(&label(&model.checkpoint))))
+        .collect();
+    add(&mut html, &format!("<p class=\"label\">Checkpoints: {}</p>", labels.join(", ")));
     let rows: Vec<Vec<String>> = kld.rows.iter().map(kld_row).collect();
-    let columns = [
-        "file",
-        "checkpoint",
-        "size",
-        "perplexity",
-        "KL, nats",
-        "KL 50 %",
-        "90 %",
-        "99 %",
-        "RMS dp",
-        "same best token",
-    ];
+    let columns =
+        ["file", "size", "perplexity", "KL, nats", "KL 50 %", "90 %", "99 %", "RMS dp", "same best token"];
     html.push_str(&table(&columns, &rows));
     let models: Vec<&KldRow> = kld.rows.iter().filter(|row| !row.is_noise).collect();
     html.push_str("<div class=\"plots\">\n");
@@ -231,7 +223,7 @@ fn kld_section(kld: &KldReport) -> Result<String, ReportError> {
         html.push_str(&figure(&bar_chart("Positions with another best token", "%", other_top.collect())?));
     }
     if models.len() > 1 {
-        html.push_str(&figure(&size_chart(&models)?));
+        html.push_str(&wide_figure(&size_chart(&models)?));
     }
     html.push_str("</div>\n");
     html.push_str(&facts(std::iter::once(&kld.base).chain(models.iter().map(|row| &row.model))));
@@ -244,7 +236,6 @@ fn kld_row(row: &KldRow) -> Vec<String> {
     let [median, p90, p99] = c.kl_percentiles;
     vec![
         if row.is_noise { "the base against itself".to_owned() } else { row.model.name.clone() },
-        row.model.checkpoint.clone().unwrap_or_else(|| "not stated".to_owned()),
         size(row.model.file_bytes),
         format!("{:.4}", c.perplexity),
         spread(&c.kl, 5),
@@ -296,10 +287,16 @@ fn facts<'a>(models: impl Iterator<Item = &'a ModelFacts>) -> String {
     format!("<details><summary>How it was computed</summary>\n{table}</details>\n")
 }
 
+/// Half the width of the page.
 fn figure(svg: &str) -> String {
     // A declaration and document type have no place inside a page.
     let start = svg.find("<svg").unwrap_or(0);
     format!("<figure>{}</figure>\n", &svg[start..])
+}
+
+/// All of its width.
+fn wide_figure(svg: &str) -> String {
+    figure(svg).replacen("<figure>", "<figure class=\"wide\">", 1)
 }
 
 fn table(columns: &[&str], rows: &[Vec<String>]) -> String {
