@@ -84,6 +84,14 @@ pub struct Steering {
     pub ffn_scale: f32,
 }
 
+impl Steering {
+    /// Whether it changes anything.
+    pub fn acts(&self) -> bool {
+        (self.attention_scale != 0.0 || self.ffn_scale != 0.0)
+            && self.directions.iter().any(|d| !d.is_empty())
+    }
+}
+
 /// How one pass is to be run.
 pub struct Pass<'a> {
     /// Rounding of activations.
@@ -92,8 +100,8 @@ pub struct Pass<'a> {
     pub attention_tokens: usize,
     /// Whether results are looked through for NaN and infinities.
     pub check_finite: bool,
-    /// Directions to take out.
-    pub steering: Option<&'a Steering>,
+    /// Directions to take out, one set after the other.
+    pub steering: &'a [Arc<Steering>],
     /// Who looks on.
     pub observer: &'a mut dyn Observer,
 }
@@ -123,11 +131,12 @@ impl Pass<'_> {
     }
 
     fn steer<B: Backend>(&self, backend: &B, layer: usize, scale: fn(&Steering) -> f32, y: &mut B::Tensor) {
-        if let Some(steering) = self.steering
-            && let Some(direction) = steering.directions.get(layer).filter(|d| !d.is_empty())
-            && scale(steering) != 0.0
-        {
-            backend.project_out(y, direction, scale(steering));
+        for steering in self.steering {
+            if let Some(direction) = steering.directions.get(layer).filter(|d| !d.is_empty())
+                && scale(steering) != 0.0
+            {
+                backend.project_out(y, direction, scale(steering));
+            }
         }
     }
 }

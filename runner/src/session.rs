@@ -35,8 +35,8 @@ pub struct Options {
     pub check_finite: bool,
     /// Models whose matrices take at most this many bytes as `f32` are widened at loading. Results do not depend on it.
     pub widen_up_to_bytes: u64,
-    /// Directions that are taken out of activations.
-    pub steering: Option<Arc<Steering>>,
+    /// Directions that are taken out of activations, one set after the other.
+    pub steering: Vec<Arc<Steering>>,
     /// Instruction set. Results do not depend on it.
     pub level: Level,
 }
@@ -52,7 +52,7 @@ impl Default for Options {
             attention_tokens: 512,
             check_finite: false,
             widen_up_to_bytes: 512 << 20,
-            steering: None,
+            steering: Vec::new(),
             level: Level::detect(),
         }
     }
@@ -143,9 +143,14 @@ impl Model {
             model: self.path.clone(),
             numerics: self.options.numerics.name(),
             activations: self.options.activations.name(),
-            steered: self.options.steering.is_some(),
+            steered: self.options.steering.iter().any(|steering| steering.acts()),
             backend: "cpu",
         }
+    }
+
+    /// Takes other directions out of activations from now on, in sequences that go on too.
+    pub fn set_steering(&mut self, steering: Vec<Arc<Steering>>) {
+        self.options.steering = steering;
     }
 
     /// An empty sequence.
@@ -165,7 +170,7 @@ impl Model {
             numerics: self.options.numerics,
             attention_tokens: self.options.attention_tokens,
             check_finite: self.options.check_finite,
-            steering: self.options.steering.as_deref(),
+            steering: &self.options.steering,
             observer,
         }
     }
@@ -198,6 +203,24 @@ impl Model {
         observer: &mut dyn Observer,
         each: &mut (dyn FnMut(usize, usize, &[f32]) + Send),
     ) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, Some(each))
+    }
+
+    /// [`Model::read_texts`] for what the observer sees in the layers alone: no logits are computed.
+    ///
+    /// # Errors
+    /// As [`Model::read_texts`].
+    pub fn observe_texts(&self, texts: &[&[u32]], observer: &mut dyn Observer) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, None)
+    }
+
+    /// Cuts texts into batches and reads them; with logits where `each` asks for them.
+    fn read_batches(
+        &self,
+        texts: &[&[u32]],
+        observer: &mut dyn Observer,
+        mut each: Option<&mut EachLogits<'_>>,
+    ) -> Result<(), RunnerError> {
         for text in texts {
             self.check_tokens(0, text)?;
         }
@@ -211,7 +234,7 @@ impl Model {
                     n_tokens += texts[end].len();
                     end += 1;
                 }
-                self.read_batch(first, &texts[first..end], observer, each)?;
+                self.read_batch(first, &texts[first..end], observer, each.as_deref_mut())?;
                 first = end;
             }
             Ok(())
@@ -224,7 +247,7 @@ impl Model {
         first_text: usize,
         texts: &[&[u32]],
         observer: &mut dyn Observer,
-        each: &mut (dyn FnMut(usize, usize, &[f32]) + Send),
+        each: Option<&mut EachLogits<'_>>,
     ) -> Result<(), RunnerError> {
         let (b, network) = (&self.backend, &self.network);
         // A single long text is cut; several together fit one part.
@@ -251,6 +274,7 @@ impl Model {
                 network.layer(b, layer, streams, batch, &mut caches, &mut pass)?;
             }
         }
+        let Some(each) = each else { return Ok(()) };
         for (batch, streams) in parts.iter().zip(&streams) {
             for first in (0..batch.tokens.len()).step_by(HEAD_TOKENS) {
                 let rows = first..batch.tokens.len().min(first + HEAD_TOKENS);
@@ -288,6 +312,9 @@ impl Model {
         Ok(scores)
     }
 }
+
+/// Takes the logits of one position: text, position, logits.
+type EachLogits<'a> = dyn FnMut(usize, usize, &[f32]) + Send + 'a;
 
 /// Positions whose logits are held at once.
 const HEAD_TOKENS: usize = 64;

@@ -11,6 +11,7 @@ mod quickstart;
 mod run;
 mod score;
 mod shell;
+mod steer;
 mod synth;
 mod verify;
 
@@ -52,6 +53,8 @@ enum Command {
     Tokenize(run::TokenizeArguments),
     /// Measure how close a file's predictions are to another's.
     Score(score::Arguments),
+    /// Find, try, show and convert directions in a model's activations.
+    Steer(steer::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -74,6 +77,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Bench(a) => bench::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
+        Command::Steer(a) => steer::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),
