@@ -15,6 +15,7 @@ use runner::{Model, RunnerError};
 use serde::Serialize;
 
 use super::super::model::{ComputeArguments, tokenizer};
+use super::super::steering::SteeringArguments;
 use super::super::{UsageError, print, print_json};
 use super::{check_output, write};
 use crate::render::progress::{Reporter, interrupted};
@@ -56,6 +57,8 @@ pub(super) struct Arguments {
     quiet: bool,
     #[command(flatten)]
     compute: ComputeArguments,
+    #[command(flatten)]
+    steering: SteeringArguments,
 }
 
 /// What makes two runs the same work: the first line of the part file.
@@ -89,7 +92,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let mut options = arguments.compute.options()?;
     options.context_limit = arguments.limit.or(options.context_limit);
     let tokenizer = tokenizer(&arguments.model)?;
-    let model = Model::open(&arguments.model, options)?;
+    let model = Model::open(&arguments.model, arguments.steering.add_to(options, &arguments.model)?)?;
     let vocabulary = Vocabulary::new(&tokenizer);
     let prepared = prepare(&set.cases, &tokenizer, &vocabulary, model.context_limit())?;
     let facts = ModelFacts::of(&arguments.model, &model.provenance())?;
