@@ -193,10 +193,13 @@ fn summary_text(report: &RunReport) -> String {
         label(report.model.checkpoint.as_deref()),
         label(cases.map(|label| label.label.as_str())),
     );
-    if report.same_checkpoint != Some(true) {
-        text +=
-            "                   NOT known to be the same checkpoint: the numbers are no measure of quality\n";
-    }
+    text += match report.same_checkpoint {
+        Some(true) => "",
+        Some(false) => "                   DIFFERENT checkpoints: the numbers are no measure of quality\n",
+        None => {
+            "                   not known to be the same checkpoint: the numbers may be no measure of quality\n"
+        }
+    };
     text += &format!(
         "cases              {}\ntokens             {}\nNLL, nats a token  {:.6} [{:.6}, {:.6}]\nfirst token        {} of {}\ngreedy prefix      {:.3} tokens\n",
         s.n_cases,
