@@ -25,7 +25,7 @@ use crate::observe::{
 };
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    Numerics, Piece, Rope, RowPlaces, Selection,
+    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap,
 };
 
 /// Tokens that go through the layers together, of one or several sequences.
@@ -76,12 +76,22 @@ impl Batch {
 /// Directions that are taken out of activations on the way.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Steering {
+    /// What reports call it: tells it from any other direction and scale.
+    pub name: String,
     /// For each layer a direction `[D]`, or an empty one for none.
     pub directions: Vec<Vec<f32>>,
     /// How much of it is taken out of the attention output; 0 = nothing.
     pub attention_scale: f32,
     /// How much of it is taken out of the FFN output; 0 = nothing.
     pub ffn_scale: f32,
+}
+
+impl Steering {
+    /// Whether it changes anything.
+    pub fn acts(&self) -> bool {
+        (self.attention_scale != 0.0 || self.ffn_scale != 0.0)
+            && self.directions.iter().any(|d| !d.is_empty())
+    }
 }
 
 /// [`Steering`] where the backend reads it.
@@ -117,8 +127,8 @@ pub struct Pass<'a, B: Backend> {
     pub attention_tokens: usize,
     /// Whether results are looked through for NaN and infinities.
     pub check_finite: bool,
-    /// Directions to take out.
-    pub steering: Option<&'a Directions<B>>,
+    /// Directions to take out, one set after the other.
+    pub steering: &'a [Directions<B>],
     /// Who looks on.
     pub observer: &'a mut dyn Observer,
 }
@@ -154,11 +164,12 @@ impl<B: Backend> Pass<'_, B> {
         scale: fn(&Directions<B>) -> f32,
         y: &mut B::Tensor,
     ) -> Result<(), RunnerError> {
-        if let Some(steering) = self.steering
-            && let Some(Some(direction)) = steering.directions.get(layer)
-            && scale(steering) != 0.0
-        {
-            backend.project_out(y, direction, scale(steering))?;
+        for steering in self.steering {
+            if let Some(Some(direction)) = steering.directions.get(layer)
+                && scale(steering) != 0.0
+            {
+                backend.project_out(y, direction, scale(steering))?;
+            }
         }
         Ok(())
     }
@@ -307,8 +318,7 @@ impl<B: Backend> Network<B> {
         pass.see(b, Site::AttentionOutput, at, places, &y)?;
         b.hc_post(streams, &y, &mix)?;
 
-        let (merged, x, mix) =
-            b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants(), &layer.ffn_norm)?;
+        let (merged, x, mix) = b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants(), &layer.ffn_norm)?;
         pass.see(b, Site::FfnCollapsed, at, places, &merged)?;
         pass.see(b, Site::FfnPost, at, places, &mix.post)?;
         pass.see(b, Site::FfnComb, at, places, &mix.comb)?;
@@ -466,7 +476,13 @@ impl<B: Backend> Network<B> {
         // (4.7.5)
         let mut shared = None;
         b.beside(&mut || {
-            shared = Some(b.shared_expert(x, &f.shared, h.swiglu_limit)?);
+            let tapped = pass.observer.wants(Site::SharedMid, at);
+            let observer = &mut pass.observer;
+            let mut show = |values: &[f32]| {
+                observer.rows(Observation { site: Site::SharedMid, layer: at, tokens: places, values });
+            };
+            let tap = tapped.then_some(&mut show as &mut SharedTap<'_>);
+            shared = Some(b.shared_expert(x, &f.shared, h.swiglu_limit, tap)?);
             Ok(())
         })?;
 

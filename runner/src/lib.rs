@@ -16,6 +16,7 @@ pub mod ops;
 pub mod sample;
 pub mod session;
 pub mod tokenizer;
+pub mod trace;
 pub mod weights;
 
 pub use error::RunnerError;

@@ -235,6 +235,8 @@ pub enum Recorded<T, R> {
     /// It was not run: it waits to be repeated.
     Kept(R),
 }
+/// Called with the inputs of the shared expert's down projection, one row a token.
+pub type SharedTap<'a> = dyn FnMut(&[f32]) + 'a;
 
 /// A machine that computes the model's operations.
 ///
@@ -525,11 +527,12 @@ pub trait Backend: Send + Sync {
         limit: f32,
         tap: Option<&mut ExpertTap<'_>>,
     ) -> Result<Self::Tensor, RunnerError>;
-    /// (4.7.5) The shared expert.
+    /// (4.7.5) The shared expert. `tap` is shown the input of `down`.
     fn shared_expert(
         &self,
         input: &Self::Tensor,
         expert: &GatedFfn<Self::Matrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<Self::Tensor, RunnerError>;
 }

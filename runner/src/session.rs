@@ -9,11 +9,11 @@ use serde::Serialize;
 
 use crate::cpu::CpuBackend;
 use crate::cuda::CudaBackend;
-use crate::engine::{Engine, SavedSequence, Sequence};
 use crate::cuda::driver::KernelShare;
 use crate::cuda::self_test::read_bandwidth;
+use crate::engine::{Engine, SavedSequence, Sequence};
 use crate::error::RunnerError;
-use crate::forward::{Directions, Steering};
+use crate::forward::Steering;
 use crate::load::load;
 use crate::observe::{NoObserver, Observer};
 use crate::ops::{ActivationPrecision, Backend, Numerics, Work};
@@ -50,8 +50,8 @@ pub struct Options {
     pub check_finite: bool,
     /// Models whose matrices take at most this many bytes as `f32` are widened at loading. Results do not depend on it.
     pub widen_up_to_bytes: u64,
-    /// Directions that are taken out of activations.
-    pub steering: Option<Arc<Steering>>,
+    /// Directions that are taken out of activations, one set after the other.
+    pub steering: Vec<Arc<Steering>>,
     /// Whether a GPU records the pass over a single token once and repeats it for every next one. Results do not
     /// depend on it.
     pub record_steps: bool,
@@ -71,7 +71,7 @@ impl Default for Options {
             attention_tokens: 512,
             check_finite: false,
             widen_up_to_bytes: 512 << 20,
-            steering: None,
+            steering: Vec::new(),
             record_steps: true,
             level: Level::detect(),
         }
@@ -87,8 +87,8 @@ pub struct Provenance {
     pub numerics: &'static str,
     /// [`ActivationPrecision::name`].
     pub activations: &'static str,
-    /// Whether directions were taken out of activations.
-    pub steered: bool,
+    /// Directions that were taken out of activations, by [`Steering::name`].
+    pub steering: Vec<String>,
     /// Device.
     pub backend: &'static str,
 }
@@ -200,7 +200,7 @@ impl Model {
             model: self.path.clone(),
             numerics: options.numerics.name(),
             activations: options.activations.name(),
-            steered: options.steering.is_some(),
+            steering: options.steering.iter().filter(|s| s.acts()).map(|s| s.name.clone()).collect(),
             backend: match &self.machine {
                 Machine::Cpu(_) => CpuBackend::NAME,
                 Machine::Cuda(_) => CudaBackend::NAME,
@@ -217,6 +217,14 @@ impl Model {
             Machine::Cpu(_) => Ok(None),
             Machine::Cuda(engine) => Ok(Some(read_bandwidth(engine.backend.gpu())?)),
         }
+    }
+
+    /// Takes other directions out of activations from now on.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn set_steering(&mut self, steering: Vec<Arc<Steering>>) -> Result<(), RunnerError> {
+        with_engine!(&mut self.machine, engine => engine.steer(steering))
     }
 
     /// An empty sequence.
@@ -256,6 +264,24 @@ impl Model {
         observer: &mut dyn Observer,
         each: &mut (dyn FnMut(usize, usize, &[f32]) + Send),
     ) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, Some(each))
+    }
+
+    /// [`Model::read_texts`] for what the observer sees in the layers alone: no logits are computed.
+    ///
+    /// # Errors
+    /// As [`Model::read_texts`].
+    pub fn observe_texts(&self, texts: &[&[u32]], observer: &mut dyn Observer) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, None)
+    }
+
+    /// Cuts texts into batches and reads them; with logits where `each` asks for them.
+    fn read_batches(
+        &self,
+        texts: &[&[u32]],
+        observer: &mut dyn Observer,
+        mut each: Option<&mut EachLogits<'_>>,
+    ) -> Result<(), RunnerError> {
         for text in texts {
             self.check_tokens(0, text)?;
         }
@@ -270,7 +296,7 @@ impl Model {
                     end += 1;
                 }
                 let texts = &texts[first..end];
-                with_engine!(&self.machine, engine => engine.read_batch(first, texts, observer, each))?;
+                with_engine!(&self.machine, engine => engine.read_batch(first, texts, observer, each.as_deref_mut()))?;
                 first = end;
             }
             Ok(())
@@ -307,11 +333,14 @@ fn open_engine<B: Backend>(
 ) -> Result<Engine<B>, RunnerError> {
     let turn = backend.turn(Work::Batch)?;
     let network = load(&backend, source)?;
-    let directions =
-        options.steering.as_ref().map(|steering| Directions::new(&backend, steering)).transpose()?;
     drop(turn);
-    Ok(Engine { backend, network, directions, options: options.clone() })
+    let mut engine = Engine { backend, network, directions: Vec::new(), options: options.clone() };
+    engine.steer(options.steering.clone())?;
+    Ok(engine)
 }
+
+/// Takes the logits of one position: text, position, logits.
+pub(crate) type EachLogits<'a> = dyn FnMut(usize, usize, &[f32]) + Send + 'a;
 
 /// Bytes of all weights as `f32`.
 fn widened_bytes(h: &HyperParameters) -> u64 {
@@ -391,11 +420,11 @@ impl Session<'_> {
     pub fn decode(&mut self, token: u32) -> Result<Vec<f32>, RunnerError> {
         self.model.check_tokens(self.n_tokens(), &[token])?;
         let running = &mut self.running;
-        self.model
-            .threads
-            .install(|| with_sequence!(running, (engine, sequence) => {
+        self.model.threads.install(|| {
+            with_sequence!(running, (engine, sequence) => {
                 engine.decode(sequence, token, engine.options.record_steps)
-            }))
+            })
+        })
     }
 
     /// [`Session::prefill`], or [`Session::decode`] of a single token (if `work` says so), with the time of every kernel,

@@ -26,7 +26,13 @@ use crate::render::units;
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
     /// A GGUF file (any shard of a split one) or the folder of an official checkpoint.
-    #[arg(short, long, value_name = "FILE|DIR", required_unless_present = "synthetic", help_heading = "Model")]
+    #[arg(
+        short,
+        long,
+        value_name = "FILE|DIR",
+        required_unless_present = "synthetic",
+        help_heading = "Model"
+    )]
     model: Option<PathBuf>,
     #[command(flatten)]
     synthetic: SyntheticArguments,
@@ -221,7 +227,9 @@ impl Arguments {
                         100.0 * share.microseconds / total
                     );
                 }
-                all.push(json!({ "work": what, "ctx_tokens": context, "microseconds": total, "kernels": shares }));
+                all.push(
+                    json!({ "work": what, "ctx_tokens": context, "microseconds": total, "kernels": shares }),
+                );
             }
         }
         if self.json {

@@ -17,6 +17,7 @@ use runner::weights::{SyntheticSource, WeightSource, open_source};
 use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
 
 use super::arguments::recipe_named;
+use super::steering::SteeringArguments;
 use crate::render::units;
 
 /// Which model, and how it is computed.
@@ -28,6 +29,8 @@ pub(super) struct ModelArguments {
     model: PathBuf,
     #[command(flatten)]
     compute: ComputeArguments,
+    #[command(flatten)]
+    steering: SteeringArguments,
 }
 
 /// How a model is computed.
@@ -80,7 +83,11 @@ impl ComputeArguments {
             context_limit: self.context,
             check_finite: self.check_finite,
             // Kernels for many tokens want many, and a GPU that holds the model has room for their queries.
-            attention_tokens: if processor == Processor::Cpu { plain.attention_tokens } else { plain.batch_tokens },
+            attention_tokens: if processor == Processor::Cpu {
+                plain.attention_tokens
+            } else {
+                plain.batch_tokens
+            },
             ..plain
         })
     }
@@ -149,10 +156,14 @@ pub(super) fn print_memory_plan(source: &dyn WeightSource, options: &Options) {
 
 impl ModelArguments {
     pub(super) fn open(&self) -> anyhow::Result<Model> {
-        let options = self.compute.options()?;
+        let options = self.steering.add_to(self.compute.options()?, &self.model)?;
         let source = open_source(&self.model)?;
         print_memory_plan(source.as_ref(), &options);
         Ok(Model::new(&source, options)?)
+    }
+
+    pub(super) fn path(&self) -> &Path {
+        &self.model
     }
 
     pub(super) fn tokenizer(&self) -> anyhow::Result<Tokenizer> {

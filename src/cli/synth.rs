@@ -39,7 +39,12 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
     /// The folder of the checkpoint to make, or the GGUF.
-    #[arg(long, value_name = "DIR|FILE", required_unless_present = "on_device", conflicts_with = "on_device")]
+    #[arg(
+        long,
+        value_name = "DIR|FILE",
+        required_unless_present = "on_device",
+        conflicts_with = "on_device"
+    )]
     out: Option<PathBuf>,
     /// Write a GGUF, quantized as the recipe says, without a checkpoint on disk.
     #[arg(long, group = "typed")]

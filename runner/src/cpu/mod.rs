@@ -30,7 +30,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, Work,
+    RowPlaces, Selection, SharedTap, Work,
 };
 use crate::weights::WeightSource;
 
@@ -548,7 +548,8 @@ impl Backend for CpuBackend {
         input: &CpuTensor,
         expert: &GatedFfn<CpuMatrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<CpuTensor, RunnerError> {
-        self.shared(input, expert, limit)
+        self.shared(input, expert, limit, tap)
     }
 }

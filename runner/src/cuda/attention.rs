@@ -303,17 +303,22 @@ impl CudaBackend {
             let bytes = |heads: usize, stages: usize| {
                 2 * (heads + stages * TILE_KEYS) * (head_dim + 8) + 4 * heads * (TILE_KEYS + 1)
             };
-            let (heads, stages, name) = match bytes(TILE_HEADS, 2) > self.gpu.device.facts().shared_bytes as usize {
-                false => (TILE_HEADS, 2, format!("attend_tiles_{head_dim}")),
-                true => (SMALL_TILE_HEADS, 1, format!("attend_tiles_{head_dim}_small")),
-            };
-            let shape = Launch::new(n_tokens, 256).by(n_heads.div_ceil(heads)).shared(bytes(heads, stages) as u32);
+            let (heads, stages, name) =
+                match bytes(TILE_HEADS, 2) > self.gpu.device.facts().shared_bytes as usize {
+                    false => (TILE_HEADS, 2, format!("attend_tiles_{head_dim}")),
+                    true => (SMALL_TILE_HEADS, 1, format!("attend_tiles_{head_dim}_small")),
+                };
+            let shape =
+                Launch::new(n_tokens, 256).by(n_heads.div_ceil(heads)).shared(bytes(heads, stages) as u32);
             return self.launch("attention_prefill", &name, shape, arguments);
         }
         let n_parts = (window + most_rows).div_ceil(KEYS_PER_PART);
         let mut parts = (n_tokens <= SPLIT_TOKENS)
             .then(|| {
-                self.pool.take::<f32>(n_tokens * n_heads * n_parts * (PART_HEADER + head_dim), "parts of attention")
+                self.pool.take::<f32>(
+                    n_tokens * n_heads * n_parts * (PART_HEADER + head_dim),
+                    "parts of attention",
+                )
             })
             .transpose()?;
         let name = format!("attend_{}_{head_dim}", stores.window.suffix());

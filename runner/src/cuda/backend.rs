@@ -19,7 +19,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, Work,
+    RowPlaces, Selection, SharedTap, Work,
 };
 use crate::session::Options;
 use crate::weights::{GeneratedRows, WeightSource};
@@ -175,7 +175,12 @@ impl CudaBackend {
         let gpu = self.gpu.clone();
         self.gpu.device.profile(|| {
             // Long enough for everything after it to be queued before it ends.
-            gpu.launch("matrix_generate", "wait", Launch::new(1, 1), Arguments::new().long(WAIT_NANOSECONDS))?;
+            gpu.launch(
+                "matrix_generate",
+                "wait",
+                Launch::new(1, 1),
+                Arguments::new().long(WAIT_NANOSECONDS),
+            )?;
             work()
         })
     }
@@ -287,7 +292,11 @@ impl CudaBackend {
     }
 
     /// The mixer's products with each slice of the streams, `[tokens, slices, n + 1]`, sums of squares last.
-    fn hyper_partials(&self, streams: &CudaTensor, mixer: &Matrix) -> Result<(CudaTensor, usize), RunnerError> {
+    fn hyper_partials(
+        &self,
+        streams: &CudaTensor,
+        mixer: &Matrix,
+    ) -> Result<(CudaTensor, usize), RunnerError> {
         let (n, width, tokens) = (mixer.rows(), streams.width, streams.tokens);
         let widened = match mixer.block_type() {
             BlockType::F16 | BlockType::F32 => None,
@@ -305,7 +314,8 @@ impl CudaBackend {
             (None, BlockType::F16) => ("hc_mix_F16", arguments.read(mixer.values_as_stored())),
             (None, _) => ("hc_mix_F32", arguments.read(mixer.values_as_stored())),
         };
-        let arguments = arguments.write(&partials.values.view_mut()).int(tokens).int(width).int(n).int(MIX_TOKENS);
+        let arguments =
+            arguments.write(&partials.values.view_mut()).int(tokens).int(width).int(n).int(MIX_TOKENS);
         let shape = Launch::new(n_slices, 256).by(tokens.div_ceil(MIX_TOKENS));
         self.launch("hyper", name, shape, arguments)?;
         Ok((partials, n_slices))
@@ -857,6 +867,7 @@ impl Backend for CudaBackend {
         input: &CudaTensor,
         expert: &GatedFfn<Matrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<CudaTensor, RunnerError> {
         let mut products = self.linear_many(input, &[&expert.gate, &expert.up])?.into_iter();
         let mut mid = products.next().expect("one product a matrix");
@@ -865,6 +876,9 @@ impl Backend for CudaBackend {
         let arguments =
             Arguments::new().write(&mid.values.view_mut()).read(up.values.view()).int(n).float(limit);
         self.launch("rows", "swiglu_rows", Launch::over(n), arguments)?;
+        if let Some(tap) = tap {
+            tap(&self.read(&mid)?);
+        }
         Ok(self.product(&mid, &expert.down, 1)?)
     }
 }

@@ -7,10 +7,10 @@
 //! so buffers may be dropped while kernels that use them are still queued.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
+use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -189,7 +189,8 @@ impl Device {
         let context = Arc::new(Context { handle, device });
         bind(&context)?;
         keep_freed_memory(device)?;
-        let stream = || step("making a stream", result::stream::create(result::stream::StreamKind::NonBlocking));
+        let stream =
+            || step("making a stream", result::stream::create(result::stream::StreamKind::NonBlocking));
         let handle = stream()?;
         let side = Side {
             handle: stream()?,
@@ -545,7 +546,8 @@ impl Device {
     /// If `work` fails or the driver refuses.
     pub fn beside<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
         // Measured one after the other.
-        let Some(side) = self.stream.side.as_ref().filter(|_| !self.profile.on.load(Ordering::Relaxed)) else {
+        let Some(side) = self.stream.side.as_ref().filter(|_| !self.profile.on.load(Ordering::Relaxed))
+        else {
             return work();
         };
         self.follow(side.handle, &side.parting, self.stream.handle)?;

@@ -34,7 +34,10 @@ impl Plan {
         let specs = TensorTable::new(h);
         let bytes_of = |name: &str, n_values: u64, columns: u64| {
             let block_type = source.find(name).and_then(|found| {
-                source.generated(found.index).map(|rows| rows.block_type).or_else(|| source.block_type(found.index))
+                source
+                    .generated(found.index)
+                    .map(|rows| rows.block_type)
+                    .or_else(|| source.block_type(found.index))
             });
             let row_bytes = block_type.and_then(|block_type| block_type.row_bytes(columns));
             row_bytes

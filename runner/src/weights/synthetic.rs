@@ -34,7 +34,8 @@ impl SyntheticSource {
     /// If its metadata describe no supported model.
     pub fn new(small: SynthSource, plan: &Plan, seed: u64) -> Result<Self, RunnerError> {
         let label = PathBuf::from(small.label());
-        let metadata = small.metadata().map_err(|error| RunnerError::Synthetic { problem: error.to_string() })?;
+        let metadata =
+            small.metadata().map_err(|error| RunnerError::Synthetic { problem: error.to_string() })?;
         let hyper_parameters = HyperParameters::from_metadata(&metadata)
             .map_err(|source| RunnerError::Model { path: label.clone(), source })?;
         let tensors = plan.tensors.clone();
@@ -55,7 +56,9 @@ impl SyntheticSource {
     fn read_small(&self, tensor: usize, rows: Range<usize>, out: &mut [f32]) -> Result<(), RunnerError> {
         let spec = &self.tensors[tensor].spec;
         let problem = |problem: String| RunnerError::Synthetic { problem };
-        self.small.read_rows(spec, 0, rows, out).map_err(|error| problem(format!("`{}`: {error}", spec.gguf_name)))
+        self.small
+            .read_rows(spec, 0, rows, out)
+            .map_err(|error| problem(format!("`{}`: {error}", spec.gguf_name)))
     }
 }
 
@@ -94,7 +97,8 @@ impl WeightSource for SyntheticSource {
         };
         let planned = &self.tensors[tensor];
         let name = &planned.spec.gguf_name;
-        let unknown = || RunnerError::Synthetic { problem: format!("no random {block_type} rows for `{name}`") };
+        let unknown =
+            || RunnerError::Synthetic { problem: format!("no random {block_type} rows for `{name}`") };
         let columns = planned.n_columns();
         let recipe = Recipe::new(block_type, columns, seed).ok_or_else(unknown)?;
         let format = block_type.format().ok_or_else(unknown)?;

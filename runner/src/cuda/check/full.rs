@@ -82,7 +82,11 @@ fn some(n: usize) -> Vec<usize> {
 }
 
 /// Checks layers of an open synthetic model with a few tokens.
-pub(super) fn full(model: &Model, source: &Arc<SyntheticSource>, report: &mut Report<'_>) -> Result<(), RunnerError> {
+pub(super) fn full(
+    model: &Model,
+    source: &Arc<SyntheticSource>,
+    report: &mut Report<'_>,
+) -> Result<(), RunnerError> {
     let h = source.hyper_parameters().clone();
     let n_layers = h.num_hidden_layers as usize;
     let with_ratio = |ratio| (0..n_layers).rev().find(|&layer| h.compress_ratio(layer as u32) == ratio);
@@ -129,7 +133,13 @@ impl Checks<'_, '_> {
             let all = usize::MAX;
             let lora = h.o_lora_rank as usize;
             product("first output projection", "attn_output_a", Site::HeadsOutput, Site::OutputLora, lora);
-            product("second output projection", "attn_output_b", Site::OutputLora, Site::AttentionOutput, all);
+            product(
+                "second output projection",
+                "attn_output_b",
+                Site::OutputLora,
+                Site::AttentionOutput,
+                all,
+            );
             product("router", "ffn_gate_inp", Site::FfnInput, Site::RouterLogits, all);
             report.run(format!("layer {layer}: low-rank query"), || {
                 let x = seen.at(Site::AttentionInput, at)?;

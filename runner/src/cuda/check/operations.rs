@@ -181,7 +181,7 @@ impl Operation {
                     down: lab.random(block_type, width, inner, 4)?,
                 };
                 let x = lab.noise(1, tokens, width)?;
-                Ok(vec![("shared expert", width, lab.read(&b.shared_expert(&x, &expert, 10.0)?)?)])
+                Ok(vec![("shared expert", width, lab.read(&b.shared_expert(&x, &expert, 10.0, None)?)?)])
             }
             Self::Experts { types, tokens, experts, used, width, inner } => {
                 let sources = [(types[0], inner, width), (types[1], inner, width), (types[2], width, inner)];
