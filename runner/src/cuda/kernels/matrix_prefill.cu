@@ -418,13 +418,6 @@ static __device__ __forceinline__ u32 permuted(u32 column, u64 pieces, u32 step_
     return column - within + (u32)(pieces >> (within / 8 * 4) & 15) * 8 + within % 8;
 }
 
-// As `swiglu`, with a division that is off by up to two units in the last place.
-static __device__ __forceinline__ float quick_swiglu(float gate, float up, float limit) {
-    gate = fminf(gate, limit);
-    up = fminf(fmaxf(up, -limit), limit);
-    return __fdividef(gate, 1.0f + expf(-gate)) * up;
-}
-
 // What the kernels for experts share.
 struct Sorted {
     const u32* starts;
@@ -495,7 +488,7 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
                 for (int j = 0; j < 2; j++) {
                     u32 token = n * 8 + t * 2 + j;
                     if (row < rows && token < now.count) {
-                        float mid = quick_swiglu(sums[0][n][i + j], sums[1][n][i + j], limit);
+                        float mid = swiglu(sums[0][n][i + j], sums[1][n][i + j], limit);
                         u32 item = items[token];
                         if (plain) plain[(u64)item * rows + row] = mid;
                         mids[(u64)(now.place + token) * rows + column] = float_to_half(mid * weights[item]);

@@ -53,7 +53,8 @@ impl Format {
     fn of(matrix: &Matrix) -> Option<Self> {
         matrix.planes?;
         let (values, sums, table_bytes) = match matrix.block_type() {
-            BlockType::Iq2Xxs => (64, false, 256 * 8 + 128 * 4),
+            // Eight and sixteen copies of two tables.
+            BlockType::Iq2Xxs => (64, false, 256 * 8 * 8 + 128 * 4 * 16),
             BlockType::Q2K => (64, true, 0),
             BlockType::Q4K => (32, true, 0),
             BlockType::Mxfp4 => (32, false, 0),
@@ -215,8 +216,7 @@ impl ExpertMatrices {
             Some(mids) => arguments.write(mids),
             None => arguments.null(),
         };
-        let shared =
-            gate.input_bytes(self.outputs()) + self.outputs() / 32 * size_of::<f32>() + gate.table_bytes;
+        let shared = gate.input_bytes(self.outputs()) + gate.table_bytes;
         let shape = Launch::new(self.width() / 32, 256).by(work.tokens * work.n_used).shared(shared as u32);
         gpu.launch("matrix_experts", &format!("gate_up_{}", gate.name), shape, arguments)
     }

@@ -306,7 +306,7 @@ impl Matrix {
         let together = pass == Pass::Decode
             && tokens > 0
             && (2..=decode::MOST_PARTS).contains(&matrices.len())
-            && matrices.iter().all(|(matrix, _)| decode::fits(matrix));
+            && matrices.iter().all(|(matrix, _)| decode::fits(matrix) && !decode::has_long_rows(matrix));
         if together {
             let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
             return decode::products(gpu, input, tokens, 1, &parts);
