@@ -304,9 +304,10 @@ impl CudaBackend {
                 2 * (heads + stages * TILE_KEYS) * (head_dim + 8) + 4 * heads * (TILE_KEYS + 1)
             };
             let (heads, stages, name) =
-                match bytes(TILE_HEADS, 2) > self.gpu.device.facts().shared_bytes as usize {
-                    false => (TILE_HEADS, 2, format!("attend_tiles_{head_dim}")),
-                    true => (SMALL_TILE_HEADS, 1, format!("attend_tiles_{head_dim}_small")),
+                if bytes(TILE_HEADS, 2) <= self.gpu.device.facts().shared_bytes as usize {
+                    (TILE_HEADS, 2, format!("attend_tiles_{head_dim}"))
+                } else {
+                    (SMALL_TILE_HEADS, 1, format!("attend_tiles_{head_dim}_small"))
                 };
             let shape =
                 Launch::new(n_tokens, 256).by(n_heads.div_ceil(heads)).shared(bytes(heads, stages) as u32);

@@ -250,16 +250,16 @@ static __device__ __forceinline__ void attend(
 }
 
 // Parts that are loaded before the first of them is joined.
-#define PARTS_AT_ONCE 8
+#define PARTS_AT_ONCE 24
 
 // Joins the parts that `attend` kept apart, in the same order as one warp would. One block a head of a token, a thread
 // two channels.
 extern "C" __global__ void join_parts(
     const float* parts, const float* sinks, const float* frequencies, const int* positions, float* output, int width,
-    int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts) {
+    int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts, int keys_per_part) {
     int token = blockIdx.x / n_heads, head = blockIdx.x % n_heads, position = positions[token], channel = 2 * threadIdx.x;
     Keys<float> keys = keys_of<float>(0, 0, 0, kind, position, token, 0, window, ratio, top_k);
-    int n = (keys.n_keys + KEYS_PER_PART - 1) / KEYS_PER_PART, stride = PART_HEADER + width;
+    int n = (keys.n_keys + keys_per_part - 1) / keys_per_part, stride = PART_HEADER + width;
     const float* in = parts + (u64)blockIdx.x * n_parts * stride;
     Part<2> all;
     all.clear();

@@ -91,12 +91,6 @@ INDEX_SCORES(half_128, u16, 128)
 INDEX_SCORES(float_64, float, 64)
 INDEX_SCORES(float_128, float, 128)
 
-// Order of floats as order of integers.
-static __device__ __forceinline__ u32 sort_key(float x) {
-    u32 bits = __float_as_uint(x);
-    return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-}
-
 // Sum of `flag` over the threads before this one; *total over all. `scratch`: 32 values of shared memory.
 static __device__ __forceinline__ int rank_in_block(bool flag, int* scratch, int* total) {
     u32 votes = __ballot_sync(~0u, flag);
