@@ -7,11 +7,12 @@
 //! so buffers may be dropped while kernels that use them are still queued.
 #![expect(unsafe_code, reason = "calls of the CUDA driver")]
 
+use std::collections::BTreeMap;
 use std::ffi::{CString, c_void};
 use std::marker::PhantomData;
 use std::ops::Range;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
 use cudarc::driver::result::{self, DriverError};
@@ -66,7 +67,30 @@ impl Drop for Context {
 
 struct Stream {
     handle: sys::CUstream,
+    /// For work beside; none on a restricted device.
+    side: Option<Side>,
     context: Arc<Context>,
+}
+
+/// A second stream, and the points where the two part and meet.
+struct Side {
+    handle: sys::CUstream,
+    parting: Event,
+    meeting: Event,
+    /// Whether work is queued here now.
+    chosen: AtomicBool,
+    /// Whether the first stream has yet to wait for this one.
+    apart: AtomicBool,
+}
+
+impl Stream {
+    /// Where work is queued now.
+    fn now(&self) -> sys::CUstream {
+        match &self.side {
+            Some(side) if side.chosen.load(Ordering::Relaxed) => side.handle,
+            _ => self.handle,
+        }
+    }
 }
 
 // SAFETY: the driver locks streams; order between threads is the caller's affair, and each model is used by one.
@@ -78,6 +102,10 @@ impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: made by this module and not used again; work in flight is finished by the driver.
         let _ = unsafe { result::stream::destroy(self.handle) };
+        if let Some(side) = &self.side {
+            // SAFETY: as above.
+            let _ = unsafe { result::stream::destroy(side.handle) };
+        }
     }
 }
 
@@ -86,6 +114,25 @@ impl Drop for Stream {
 pub struct Device {
     stream: Arc<Stream>,
     facts: Arc<DeviceFacts>,
+    profile: Arc<Profile>,
+}
+
+/// What was queued while somebody measures, each with the point behind it.
+#[derive(Default)]
+struct Profile {
+    on: AtomicBool,
+    points: Mutex<Vec<(String, Event)>>,
+}
+
+/// Time that the launches of one kernel took together.
+#[derive(Debug, Clone, PartialEq, serde::Serialize)]
+pub struct KernelShare {
+    /// Name of the kernel, or of a copy.
+    pub kernel: String,
+    /// Number of launches.
+    pub launches: usize,
+    /// Time from the end of what was queued before to the end of each, summed.
+    pub microseconds: f64,
 }
 
 impl std::fmt::Debug for Device {
@@ -142,9 +189,21 @@ impl Device {
         let context = Arc::new(Context { handle, device });
         bind(&context)?;
         keep_freed_memory(device)?;
-        let handle =
-            step("making a stream", result::stream::create(result::stream::StreamKind::NonBlocking))?;
-        Ok(Self { stream: Arc::new(Stream { handle, context }), facts: Arc::new(facts) })
+        let stream =
+            || step("making a stream", result::stream::create(result::stream::StreamKind::NonBlocking));
+        let handle = stream()?;
+        let side = Side {
+            handle: stream()?,
+            parting: Event::new(&context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?,
+            meeting: Event::new(&context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?,
+            chosen: AtomicBool::new(false),
+            apart: AtomicBool::new(false),
+        };
+        Ok(Self {
+            stream: Arc::new(Stream { handle, side: Some(side), context }),
+            facts: Arc::new(facts),
+            profile: Arc::default(),
+        })
     }
 
     /// The same device with a stream that may use only `n` multiprocessors (rounded up by the driver), to find out how
@@ -190,8 +249,8 @@ impl Device {
             (stream, part.__bindgen_anon_1.sm.smCount)
         };
         let facts = DeviceFacts { n_multiprocessors: found, ..(*self.facts).clone() };
-        let stream = Stream { handle, context: Arc::clone(&self.stream.context) };
-        Ok(Self { stream: Arc::new(stream), facts: Arc::new(facts) })
+        let stream = Stream { handle, side: None, context: Arc::clone(&self.stream.context) };
+        Ok(Self { stream: Arc::new(stream), facts: Arc::new(facts), profile: Arc::default() })
     }
 
     /// The device's numbers.
@@ -219,7 +278,7 @@ impl Device {
     pub fn synchronize(&self) -> Result<(), CudaError> {
         self.bind()?;
         // SAFETY: the stream lives as long as `self`.
-        step("waiting for the device", unsafe { result::stream::synchronize(self.stream.handle) })
+        step("waiting for the device", unsafe { result::stream::synchronize(self.stream.now()) })
     }
 
     /// Memory of `len` values with undefined content. `what` names it in errors.
@@ -234,7 +293,7 @@ impl Device {
             expected: "a size that can be addressed".to_owned(),
         })?;
         // SAFETY: the stream lives as long as the buffer, which holds the device; empty buffers get one byte.
-        let pointer = unsafe { result::malloc_async(self.stream.handle, bytes.max(1)) };
+        let pointer = unsafe { result::malloc_async(self.stream.now(), bytes.max(1)) };
         match pointer {
             Ok(pointer) => Ok(DeviceBuffer { pointer, len, device: self.clone(), values: PhantomData }),
             Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
@@ -268,8 +327,9 @@ impl Device {
         }
         // SAFETY: the view is within its buffer.
         step("clearing memory", unsafe {
-            result::memset_d8_async(target.pointer, 0, bytes, self.stream.handle)
-        })
+            result::memset_d8_async(target.pointer, 0, bytes, self.stream.now())
+        })?;
+        self.queued("clearing")
     }
 
     /// A buffer with these values.
@@ -294,7 +354,7 @@ impl Device {
         }
         // SAFETY: same length; from pageable memory the driver has taken the values when the call returns.
         step("copying to the device", unsafe {
-            result::memcpy_htod_async(target.pointer, values, self.stream.handle)
+            result::memcpy_htod_async(target.pointer, values, self.stream.now())
         })
     }
 
@@ -316,7 +376,7 @@ impl Device {
         same_length("copy to the device", values.len(), target.len)?;
         // SAFETY: same length; the caller keeps the values.
         step("copying to the device", unsafe {
-            result::memcpy_htod_async(target.pointer, values, self.stream.handle)
+            result::memcpy_htod_async(target.pointer, values, self.stream.now())
         })
     }
 
@@ -332,7 +392,7 @@ impl Device {
         }
         // SAFETY: same length; the stream is waited for before `values` is used.
         step("copying from the device", unsafe {
-            result::memcpy_dtoh_async(values, source.pointer, self.stream.handle)
+            result::memcpy_dtoh_async(values, source.pointer, self.stream.now())
         })?;
         self.synchronize()
     }
@@ -360,8 +420,9 @@ impl Device {
         }
         // SAFETY: same length; the borrow of the target forbids overlap.
         step("copying on the device", unsafe {
-            result::memcpy_dtod_async(target.pointer, source.pointer, bytes, self.stream.handle)
-        })
+            result::memcpy_dtod_async(target.pointer, source.pointer, bytes, self.stream.now())
+        })?;
+        self.queued("copying")
     }
 
     /// Page-locked host memory, cached by the CPU as usual.
@@ -419,7 +480,7 @@ impl Device {
                 shape.grid,
                 shape.block,
                 shape.shared_bytes,
-                self.stream.handle,
+                self.stream.now(),
                 &mut pointers,
             )
         };
@@ -429,6 +490,96 @@ impl Device {
                 kernel.name, shape.grid, shape.block, shape.shared_bytes
             ),
             problem: describe(error),
+        })?;
+        self.queued(&kernel.name)
+    }
+
+    /// Measures everything that `work` queues, kernel by kernel, the kernels that took longest first. `work` must queue
+    /// faster than the device works, or begin with something long.
+    ///
+    /// # Errors
+    /// If `work` fails or the driver refuses.
+    pub fn profile<R, E: From<CudaError>>(
+        &self,
+        work: impl FnOnce() -> Result<R, E>,
+    ) -> Result<(R, Vec<KernelShare>), E> {
+        self.synchronize()?;
+        self.points().clear();
+        self.profile.on.store(true, Ordering::Relaxed);
+        let result = work();
+        self.profile.on.store(false, Ordering::Relaxed);
+        let points = std::mem::take(&mut *self.points());
+        let result = result?;
+        let mut sums: BTreeMap<&str, (usize, f64)> = BTreeMap::new();
+        for pair in points.windows(2) {
+            let sum = sums.entry(&pair[1].0).or_default();
+            sum.0 += 1;
+            sum.1 += 1e3 * f64::from(pair[1].1.milliseconds_since(&pair[0].1)?);
+        }
+        let share = |(kernel, (launches, microseconds)): (&str, (usize, f64))| KernelShare {
+            kernel: kernel.to_owned(),
+            launches,
+            microseconds,
+        };
+        let mut shares: Vec<_> = sums.into_iter().map(share).collect();
+        shares.sort_by(|a, b| b.microseconds.total_cmp(&a.microseconds));
+        Ok((result, shares))
+    }
+
+    fn points(&self) -> std::sync::MutexGuard<'_, Vec<(String, Event)>> {
+        self.profile.points.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes the end of what was just queued, if somebody measures.
+    fn queued(&self, what: &str) -> Result<(), CudaError> {
+        if self.profile.on.load(Ordering::Relaxed) {
+            let event = self.record()?;
+            self.points().push((what.to_owned(), event));
+        }
+        Ok(())
+    }
+
+    /// Queues `work` on a second stream, which waits for everything before; what is queued afterwards does not wait for
+    /// it until [`Device::together`]. Memory that either gives back must not be used again before then.
+    ///
+    /// # Errors
+    /// If `work` fails or the driver refuses.
+    pub fn beside<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+        // Measured one after the other.
+        let Some(side) = self.stream.side.as_ref().filter(|_| !self.profile.on.load(Ordering::Relaxed))
+        else {
+            return work();
+        };
+        self.follow(side.handle, &side.parting, self.stream.handle)?;
+        side.apart.store(true, Ordering::Relaxed);
+        side.chosen.store(true, Ordering::Relaxed);
+        let done = work();
+        side.chosen.store(false, Ordering::Relaxed);
+        done
+    }
+
+    /// What is queued from now on waits for all work beside.
+    ///
+    /// # Errors
+    /// If the driver refuses.
+    pub fn together(&self) -> Result<(), CudaError> {
+        match &self.stream.side {
+            Some(side) if side.apart.swap(false, Ordering::Relaxed) => {
+                self.follow(self.stream.handle, &side.meeting, side.handle)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Lets one stream wait for another.
+    fn follow(&self, later: sys::CUstream, point: &Event, earlier: sys::CUstream) -> Result<(), CudaError> {
+        self.bind()?;
+        // SAFETY: event and streams live as long as the device; a wait takes the event as it was last recorded.
+        step("ordering two streams", unsafe {
+            result::event::record(point.handle, earlier).and_then(|()| {
+                let flags = sys::CUevent_wait_flags::CU_EVENT_WAIT_DEFAULT;
+                result::stream::wait_event(later, point.handle, flags)
+            })
         })
     }
 
@@ -438,10 +589,9 @@ impl Device {
     /// If the driver refuses.
     pub fn record(&self) -> Result<Event, CudaError> {
         self.bind()?;
-        let handle = step("making an event", result::event::create(sys::CUevent_flags::CU_EVENT_DEFAULT))?;
-        let event = Event { handle, context: Arc::clone(&self.stream.context) };
+        let event = Event::new(&self.stream.context, sys::CUevent_flags::CU_EVENT_DEFAULT)?;
         // SAFETY: both live here.
-        step("recording an event", unsafe { result::event::record(event.handle, self.stream.handle) })?;
+        step("recording an event", unsafe { result::event::record(event.handle, self.stream.now()) })?;
         Ok(event)
     }
 
@@ -541,7 +691,7 @@ impl<T> Drop for DeviceBuffer<T> {
     fn drop(&mut self) {
         if self.device.bind().is_ok() {
             // SAFETY: allocated on this stream, freed once.
-            let _ = unsafe { result::free_async(self.pointer, self.device.stream.handle) };
+            let _ = unsafe { result::free_async(self.pointer, self.device.stream.now()) };
         }
     }
 }
@@ -948,6 +1098,11 @@ unsafe impl Send for Event {}
 unsafe impl Sync for Event {}
 
 impl Event {
+    fn new(context: &Arc<Context>, flags: sys::CUevent_flags) -> Result<Self, CudaError> {
+        let handle = step("making an event", result::event::create(flags))?;
+        Ok(Self { handle, context: Arc::clone(context) })
+    }
+
     /// Waits until the stream has come here.
     ///
     /// # Errors

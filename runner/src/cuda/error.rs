@@ -58,6 +58,23 @@ pub enum CudaError {
         /// All bytes of the device.
         total: usize,
     },
+    /// The model does not fit.
+    #[error(
+        "{name}: need {need} GiB = {parts}; free {free} of {total} GiB. \
+         Close other programs that use the device, ask for a shorter context, or use `--backend cpu`"
+    )]
+    TooLarge {
+        /// Name of the device.
+        name: String,
+        /// GiB needed.
+        need: String,
+        /// What for.
+        parts: String,
+        /// Free GiB.
+        free: String,
+        /// All GiB of the device.
+        total: String,
+    },
     /// The driver refused a call.
     #[error("{what} failed: {problem}")]
     Driver {

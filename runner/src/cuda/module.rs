@@ -32,8 +32,11 @@ pub const PTX_TARGET: &str = "compute_90";
 /// Chips that kernels are checked for: H200, RTX 50, GB10.
 pub const CHIPS: [&str; 3] = ["sm_90", "sm_120", "sm_121"];
 
-/// Options of every compilation. Multiplications and additions may be contracted: the same on every chip.
-const OPTIONS: [&str; 4] = ["--std=c++17", "--fmad=true", "-default-device", "-diag-suppress=177"];
+/// What sources on activations begin with behind that.
+const ACTIVATIONS: &str = include_str!("kernels/activations.cuh");
+
+/// Options of every compilation.
+const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "-diag-suppress=177"];
 
 /// One source file: kernels that are compiled together.
 #[derive(Debug, Clone, Copy)]
@@ -44,24 +47,36 @@ pub struct Unit {
     text: &'static str,
     /// Whether speed matters so much that a spilled register is an error.
     pub hot: bool,
+    /// Whether its kernels work on activations, not on weights: products and sums are contracted only where the source
+    /// says so, and it begins with the helpers for activations.
+    activations: bool,
 }
 
 macro_rules! units {
-    ($($name:literal $hot:literal),* $(,)?) => {
+    (weights: $($weights:literal $hot:literal),* ; activations: $($name:literal),* $(;)?) => {
         /// All sources.
         pub const UNITS: &[Unit] = &[
-            $(Unit { name: $name, text: include_str!(concat!("kernels/", $name, ".cu")), hot: $hot }),*
+            $(Unit {
+                name: $weights,
+                text: include_str!(concat!("kernels/", $weights, ".cu")),
+                hot: $hot,
+                activations: false,
+            },)*
+            $(Unit {
+                name: $name,
+                text: include_str!(concat!("kernels/", $name, ".cu")),
+                hot: false,
+                activations: true,
+            },)*
         ];
     };
 }
 
 units! {
-    "matrix_generic" false,
-    "matrix_repack" false,
-    "matrix_generate" false,
-    "matrix_decode" true,
-    "matrix_experts" true,
-    "matrix_prefill" true,
+    weights: "matrix_generic" false, "matrix_repack" false, "matrix_generate" false, "matrix_decode" true,
+        "matrix_experts" true, "matrix_prefill" true;
+    activations: "rows", "hyper", "router", "attention", "attention_prefill", "compressor",
+        "indexer";
 }
 
 impl Unit {
@@ -76,14 +91,22 @@ impl Unit {
             let _ = writeln!(source, "#define {name}_CODEBOOK {}", entries.join(","));
         }
         source.push_str(COMMON);
+        if self.activations {
+            source.push_str(ACTIVATIONS);
+        }
         source.push_str(self.text);
         source
+    }
+
+    /// Whether products and sums may be contracted, as an option of the compiler.
+    fn contraction(&self) -> &'static str {
+        if self.activations { "--fmad=false" } else { "--fmad=true" }
     }
 
     /// Hash of text and options, in hexadecimal digits.
     pub fn hash(&self) -> String {
         let mut hash = Sha256::new();
-        for option in OPTIONS {
+        for option in OPTIONS.into_iter().chain([self.contraction()]) {
             hash.update(option);
         }
         hash.update(self.source());
@@ -153,7 +176,7 @@ pub fn compile(unit: &Unit, target: &str) -> Result<Vec<u8>, CudaError> {
     let name = CString::new(format!("{}.cu", unit.name)).map_err(|e| failed(e.to_string()))?;
     let program = result::create_program(&source, Some(&name)).map_err(|e| failed(e.to_string()))?;
     let mut options = vec![format!("--gpu-architecture={target}")];
-    options.extend(OPTIONS.map(str::to_owned));
+    options.extend(OPTIONS.into_iter().chain([unit.contraction()]).map(str::to_owned));
     // SAFETY: the program was just made; source and name live until it is destroyed.
     let compiled = unsafe {
         let compiled = result::compile_program(program, &options);

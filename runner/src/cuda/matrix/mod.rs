@@ -237,6 +237,11 @@ impl Matrix {
         self.columns
     }
 
+    /// The bytes, which are in the file's order where the type has no planes.
+    pub(super) fn values_as_stored(&self) -> View<'_, u8> {
+        self.bytes.view()
+    }
+
     /// Bytes on the device.
     pub fn n_bytes(&self) -> usize {
         self.bytes.n_bytes()

@@ -53,6 +53,21 @@ pub fn kernel_times(gpu: &Gpu, report: &mut dyn FnMut(&KernelTime)) -> Result<()
     bench.all()
 }
 
+/// Bytes a second that a kernel gets which only reads.
+///
+/// # Errors
+/// If the device fails or has no gigabyte free.
+pub fn read_bandwidth(gpu: &Gpu) -> Result<f64, CudaError> {
+    let memory = gpu.device.alloc::<u8>(ROUND_BYTES, "memory to read")?;
+    let out = gpu.device.zeros::<u32>(1, "result")?;
+    let blocks = 4 * gpu.device.facts().n_multiprocessors as usize;
+    let milliseconds = best(gpu, || {
+        let arguments = Arguments::new().read(&memory).long((ROUND_BYTES / 16) as u64).read(&out);
+        gpu.launch("matrix_generate", "read_all", Launch::new(blocks, 512), arguments)
+    })?;
+    Ok(ROUND_BYTES as f64 / milliseconds * 1e3)
+}
+
 struct Bench<'a> {
     gpu: Gpu,
     /// Bytes a second.

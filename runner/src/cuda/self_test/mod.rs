@@ -3,7 +3,7 @@
 mod bench;
 mod reference;
 
-pub use bench::{KernelTime, kernel_times};
+pub use bench::{KernelTime, kernel_times, read_bandwidth};
 
 use gguf_tools::block::BlockType;
 
