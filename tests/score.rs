@@ -155,7 +155,7 @@ fn another_checkpoint_is_refused_unless_allowed_and_every_report_says_so() {
     assert!(refused.contains("`Other-Checkpoint`") && refused.contains("`nano`"), "{refused}");
     assert!(!Path::new(&out).exists());
     let allowed = done(&[&run[..], &["--allow-other-checkpoint"]].concat());
-    assert!(allowed.contains("Other-Checkpoint") && allowed.contains("no measure of quality"), "{allowed}");
+    assert!(allowed.contains("Other-Checkpoint") && allowed.contains("DIFFERENT checkpoints"), "{allowed}");
     assert!(std::fs::read_to_string(&out).unwrap().contains("\tnano\tOther-Checkpoint\n"));
     assert!(fails(&run, 1).contains("--overwrite"));
     let unlabelled = setting.write("bare.tsv", "a\tp0.txt\tc0.txt\n");
@@ -354,6 +354,11 @@ fn the_recorded_vectors_of_the_nano_model_hold_and_a_coarser_file_fails_them() {
     // One case alone is a set, too.
     let q2 = setting.quantized();
     let one = format!("{vectors}/official/reasoning.official.json");
+    let scored = json(&done(&["score", "run", &nano, "--cases", &one, "--json", "-q"]));
+    let agreement = &scored["summary"]["agreement"];
+    assert_eq!((&agreement["top1_count"], &agreement["top1_match"]), (&8.into(), &8.into()));
+    assert_eq!(agreement["pair_agree"], agreement["pair_total"]);
+    assert!(agreement["top_abs_delta"].as_f64().unwrap() < 1e-6, "{agreement}");
     let check = ["vectors", "check", "-m", &q2, "--vectors", &one];
     let failed = ggsmith(&check);
     assert_eq!(failed.status.code(), Some(1));

@@ -134,3 +134,31 @@ impl Agreement {
         self.top_mapped > 0 && self.told * 2 < self.top_mapped
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cases::Alternative;
+
+    #[test]
+    fn the_counts_are_those_made_by_hand() {
+        let by_bytes = [(b"a", 0), (b"b", 1), (b"c", 2), (b"d", 3)].map(|(text, id)| (text.to_vec(), id));
+        let vocabulary = Vocabulary { by_bytes: by_bytes.into() };
+        let logits = [3.0f32, 2.0, 1.0, 0.0];
+        let top = [("b", -0.1), ("a", -2.0), ("zz", -3.0), ("c", -9999.0)];
+        let top = top.map(|(token, log_probability)| Alternative { token: token.into(), log_probability });
+        let position = Position { token: b"b".to_vec(), log_probability: -0.1, top: top.to_vec() };
+        let sum = logits.iter().map(|&l| f64::from(l).exp()).sum::<f64>().ln();
+        let mut agreement = Agreement::default();
+        agreement.add_position(&position, &logits, 2.0 - sum, &vocabulary);
+        assert_eq!((agreement.top_items, agreement.top_mapped, agreement.told), (4, 3, 2));
+        assert_eq!((agreement.top1_count, agreement.top1_match), (1, 0), "the API's best is b, ours is a");
+        assert_eq!(agreement.topn_hit, 3);
+        assert_eq!((agreement.pair_total, agreement.pair_agree), (3, 2), "b and a are the other way round");
+        assert!((agreement.mae() - (2.0 - sum + 0.1).abs()).abs() < 1e-12);
+        let told = (2.0 - sum + 0.1).abs() + (3.0 - sum + 2.0).abs();
+        assert!((agreement.told_abs_delta - told).abs() < 1e-12);
+        assert!((agreement.top_abs_delta - told - (1.0 - sum + 9999.0)).abs() < 1e-9);
+        assert!(!agreement.is_saturated());
+    }
+}

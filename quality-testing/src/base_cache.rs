@@ -42,8 +42,8 @@ pub struct Identity {
     pub numerics: String,
     /// Inputs of quantized matrices.
     pub activations: String,
-    /// Whether directions were taken out of activations.
-    pub steered: bool,
+    /// Directions that were taken out of activations.
+    pub steering: Vec<String>,
     /// SHA-256 of the texts' tokens.
     pub texts_sha256: String,
     /// Tokens of the texts.
@@ -66,7 +66,7 @@ impl Identity {
             model_fingerprint,
             numerics: provenance.numerics.to_owned(),
             activations: provenance.activations.to_owned(),
-            steered: provenance.steered,
+            steering: provenance.steering.clone(),
             texts_sha256: crate::hash::hex(&hash.finalize()),
             n_tokens: texts.iter().map(Vec::len).sum(),
         }
@@ -372,7 +372,7 @@ fn check_header(file: &mut File, path: &Path, expected: &Identity) -> Result<(),
         ("fingerprint of the model", found.model_fingerprint.clone(), expected.model_fingerprint.clone()),
         ("numerics", found.numerics.clone(), expected.numerics.clone()),
         ("activations", found.activations.clone(), expected.activations.clone()),
-        ("steered", found.steered.to_string(), expected.steered.to_string()),
+        ("steering", found.steering.join(", "), expected.steering.join(", ")),
         ("tokens of text", found.n_tokens.to_string(), expected.n_tokens.to_string()),
         ("SHA-256 of the texts", found.texts_sha256.clone(), expected.texts_sha256.clone()),
     ];

@@ -87,7 +87,7 @@ impl CaseScore {
 
 /// Finds tokens by the bytes they stand for.
 pub struct Vocabulary {
-    by_bytes: HashMap<Vec<u8>, u32>,
+    pub(crate) by_bytes: HashMap<Vec<u8>, u32>,
 }
 
 impl Vocabulary {

@@ -13,6 +13,8 @@ mod quickstart;
 mod run;
 mod score;
 mod shell;
+mod steer;
+mod steering;
 mod synth;
 mod trace;
 mod vectors;
@@ -64,6 +66,8 @@ enum Command {
     Trace(trace::Arguments),
     /// Record, fetch and check predictions behind fixed prompts.
     Vectors(vectors::Arguments),
+    /// Find, try, show and convert directions in a model's activations.
+    Steer(steer::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -90,6 +94,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Imatrix(a) => imatrix::run(&a),
         Command::Trace(a) => trace::run(&a),
         Command::Vectors(a) => vectors::run(&a),
+        Command::Steer(a) => steer::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),

@@ -2,7 +2,7 @@
 //!
 //! Three forms are read as they are, told apart by content: ds4's manifest in tab-separated columns with one file a prompt,
 //! continuation and raw response ([`tsv`]); its official JSON files, alone or listed in a JSON manifest ([`official`]); and its
-//! compact `.vec` file ([`vec`]). A folder is read by the `manifest.tsv` or `manifest.json` in it.
+//! compact `.vec` file ([`mod@vec`]). A folder is read by the `manifest.tsv` or `manifest.json` in it.
 
 pub mod official;
 pub mod tsv;

@@ -110,7 +110,7 @@ fn add_kld(text: &mut String, kld: &KldReport) {
 
 fn add_models<'a>(text: &mut String, models: impl Iterator<Item = &'a super::ModelFacts>) {
     for model in models {
-        let steered = if model.steered { ", steered" } else { "" };
+        let steered: String = model.steering.iter().map(|name| format!(", steered by {name}")).collect();
         add(
             text,
             &format!(

@@ -39,8 +39,9 @@ pub struct ModelFacts {
     pub activations: String,
     /// Device.
     pub backend: String,
-    /// Whether directions were taken out of activations.
-    pub steered: bool,
+    /// Directions that were taken out of activations.
+    #[serde(default)]
+    pub steering: Vec<String>,
 }
 
 /// A model scored by recorded continuations.
@@ -193,7 +194,7 @@ impl ModelFacts {
             numerics: provenance.numerics.to_owned(),
             activations: provenance.activations.to_owned(),
             backend: provenance.backend.to_owned(),
-            steered: provenance.steered,
+            steering: provenance.steering.clone(),
         })
     }
 }

@@ -10,6 +10,7 @@ use quality_testing::{Base, Comparison, Interval};
 use runner::Model;
 
 use super::super::model::{ComputeArguments, sequences, tokenizer};
+use super::super::steering::SteeringArguments;
 use super::super::{UsageError, print, print_json};
 use crate::render::progress::Reporter;
 use crate::render::table::table;
@@ -45,6 +46,8 @@ pub(super) struct Arguments {
     quiet: bool,
     #[command(flatten)]
     compute: ComputeArguments,
+    #[command(flatten)]
+    steering: SteeringArguments,
     /// Print JSON.
     #[arg(long)]
     json: bool,
@@ -67,7 +70,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     });
     drop(base_model);
     for path in &arguments.models {
-        let model = Model::open(path, options.clone())?;
+        let model = Model::open(path, arguments.steering.add_to(options.clone(), path)?)?;
         let comparison = base.compare(&model)?;
         let before = rows.last().filter(|row| row.comparison.n_positions == comparison.n_positions);
         rows.push(KldRow {

@@ -15,6 +15,7 @@ use runner::{Model, RunnerError};
 use serde::Serialize;
 
 use super::super::model::{ComputeArguments, tokenizer};
+use super::super::steering::SteeringArguments;
 use super::super::{UsageError, print, print_json};
 use super::{check_output, write};
 use crate::render::progress::{Reporter, interrupted};
@@ -56,6 +57,8 @@ pub(super) struct Arguments {
     quiet: bool,
     #[command(flatten)]
     compute: ComputeArguments,
+    #[command(flatten)]
+    steering: SteeringArguments,
 }
 
 /// What makes two runs the same work: the first line of the part file.
@@ -89,7 +92,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let mut options = arguments.compute.options()?;
     options.context_limit = arguments.limit.or(options.context_limit);
     let tokenizer = tokenizer(&arguments.model)?;
-    let model = Model::open(&arguments.model, options)?;
+    let model = Model::open(&arguments.model, arguments.steering.add_to(options, &arguments.model)?)?;
     let vocabulary = Vocabulary::new(&tokenizer);
     let prepared = prepare(&set.cases, &tokenizer, &vocabulary, model.context_limit())?;
     let facts = ModelFacts::of(&arguments.model, &model.provenance())?;
@@ -190,10 +193,13 @@ fn summary_text(report: &RunReport) -> String {
         label(report.model.checkpoint.as_deref()),
         label(cases.map(|label| label.label.as_str())),
     );
-    if report.same_checkpoint != Some(true) {
-        text +=
-            "                   NOT known to be the same checkpoint: the numbers are no measure of quality\n";
-    }
+    text += match report.same_checkpoint {
+        Some(true) => "",
+        Some(false) => "                   DIFFERENT checkpoints: the numbers are no measure of quality\n",
+        None => {
+            "                   not known to be the same checkpoint: the numbers may be no measure of quality\n"
+        }
+    };
     text += &format!(
         "cases              {}\ntokens             {}\nNLL, nats a token  {:.6} [{:.6}, {:.6}]\nfirst token        {} of {}\ngreedy prefix      {:.3} tokens\n",
         s.n_cases,
