@@ -18,7 +18,7 @@ use gguf_tools::source::{CheckpointSource, WeightSource};
 use gguf_tools::verify::{VerifyReport, verify};
 use imatrix::collect::{CollectOptions, DownInput, collect};
 use imatrix::{Imatrix, Target};
-use quality_testing::Base;
+use quality_testing::{Base, Interval};
 use runner::{Model, Numerics, Options};
 use serde_json::json;
 
@@ -35,13 +35,15 @@ const BUILDS: [(&str, &str, bool); 4] =
     [("q2", "q2", false), ("q2-imatrix", "q2", true), ("q4", "q4", false), ("mxfp4", "mxfp4", false)];
 /// Tokens of each kind of calibration text.
 const CALIBRATION_TOKENS: usize = 4000;
+/// The builds with and without importance are scored on so many times the text of the others: their difference is small.
+const CLOSER_LOOK: usize = 2;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
     /// Keep the checkpoint and the files in this folder, which must not exist; else they are removed at the end.
     #[arg(long, value_name = "DIR")]
     dir: Option<PathBuf>,
-    /// Tokens of each kind of held-out text that the files are scored on.
+    /// Tokens of each kind of held-out text that the recipes are scored on; twice as many tell what importance is worth.
     #[arg(long, value_name = "N", default_value_t = 1000)]
     tokens: usize,
     /// Print JSON.
@@ -59,7 +61,10 @@ struct Outcome {
     compared: Comparison,
     /// Errors of the routed experts, weighted by what the held-out text multiplies them with.
     weighed: Comparison,
-    scored: quality_testing::Comparison,
+    /// On the text that all recipes are scored on.
+    scored: Option<quality_testing::Comparison>,
+    /// On more of it, where importance is judged.
+    looked_at: Option<quality_testing::Comparison>,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -84,10 +89,12 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         held_out: collected(&model, &texts, &folder.join("nano.held-out.imatrix.gguf"))?,
     };
     let base = Base::new(&model, texts)?;
+    let closer = first_tokens(&nano::HELD_OUT, &checkpoint, CLOSER_LOOK * arguments.tokens.max(2))?;
+    let closer = Base::new(&model, closer)?;
     let source = CheckpointSource::new(Checkpoint::open(&checkpoint)?)?;
     let outcomes = BUILDS
         .into_iter()
-        .map(|build| outcome(build, &source, folder, &importance, &base, &options))
+        .map(|build| outcome(build, &source, folder, &importance, &base, &closer, &options))
         .collect::<anyhow::Result<Vec<_>>>()?;
     if arguments.json {
         print_json(&json!({
@@ -146,6 +153,7 @@ fn outcome(
     folder: &Path,
     importance: &Importance,
     base: &Base,
+    closer: &Base,
     options: &Options,
 ) -> anyhow::Result<Outcome> {
     let started = Instant::now();
@@ -176,8 +184,11 @@ fn outcome(
     let routed = plan.tensors.iter().filter(|t| t.spec.family.is_routed());
     let routed: Vec<_> = routed.map(|t| t.spec.gguf_name.clone()).collect();
     let weighed = compare(&plan, source, &importance.held_out, &gguf, &routed, false, &Silent)?;
-    let scored = base.compare(&Model::open(&path, options.clone())?)?;
-    Ok(Outcome { name, plan, sha256: built.sha256, seconds, verified, compared, weighed, scored })
+    let model = Model::open(&path, options.clone())?;
+    // The build with importance is only compared with its twin.
+    let scored = if with_importance { None } else { Some(base.compare(&model)?) };
+    let looked_at = if recipe == "q2" { Some(closer.compare(&model)?) } else { None };
+    Ok(Outcome { name, plan, sha256: built.sha256, seconds, verified, compared, weighed, scored, looked_at })
 }
 
 impl Outcome {
@@ -216,47 +227,58 @@ fn json(outcome: &Outcome) -> serde_json::Value {
     })
 }
 
-/// The gain of the collected importance: the build without it, the one with it, and how many tensors came closer.
-fn gain(outcomes: &[Outcome]) -> Option<(&Outcome, &Outcome, usize)> {
+/// What the collected importance is worth at the same size.
+struct Gain<'a> {
+    without: (&'a Outcome, &'a quality_testing::Comparison),
+    with: (&'a Outcome, &'a quality_testing::Comparison),
+    /// Divergence with importance minus that without, position by position.
+    change: Interval,
+    /// Tensors whose weighted error is smaller with importance.
+    n_better: usize,
+}
+
+fn gain(outcomes: &[Outcome]) -> Option<Gain<'_>> {
     let [without, with, ..] = outcomes else { return None };
-    let pairs = without.weighed.tensors.iter().zip(&with.weighed.tensors);
+    let (without, with) = ((without, without.looked_at.as_ref()?), (with, with.looked_at.as_ref()?));
+    let pairs = without.0.weighed.tensors.iter().zip(&with.0.weighed.tensors);
     let n_better = pairs.filter(|(without, with)| with.weighted_error < without.weighted_error).count();
-    Some((without, with, n_better))
+    Some(Gain { without, with, change: with.1.kl_above(without.1), n_better })
 }
 
 fn importance_json(outcomes: &[Outcome]) -> serde_json::Value {
-    let Some((without, with, n_better)) = gain(outcomes) else { return serde_json::Value::Null };
+    let Some(gain) = gain(outcomes) else { return serde_json::Value::Null };
+    let side = |(outcome, scored): (&Outcome, &quality_testing::Comparison)| json!({ "weighted_error": outcome.routed().0, "score": scored });
     json!({
-        "without": { "weighted_error": without.routed().0, "kl": without.scored.kl },
-        "with": { "weighted_error": with.routed().0, "kl": with.scored.kl },
-        "kl_with_minus_without": with.scored.kl_above(&without.scored),
-        "tensors_better": n_better,
-        "tensors": with.weighed.tensors.len(),
+        "without": side(gain.without),
+        "with": side(gain.with),
+        "kl_with_minus_without": gain.change,
+        "tensors_better": gain.n_better,
+        "tensors": gain.with.0.weighed.tensors.len(),
     })
 }
 
 fn importance_text(outcomes: &[Outcome]) -> String {
-    let Some((without, with, n_better)) = gain(outcomes) else { return String::new() };
-    let (error_without, error_with) = (without.routed().0, with.routed().0);
-    let change = with.scored.kl_above(&without.scored);
-    let verdict = if change.high < 0.0 {
+    let Some(gain) = gain(outcomes) else { return String::new() };
+    let (error_without, error_with) = (gain.without.0.routed().0, gain.with.0.routed().0);
+    let verdict = if gain.change.high < 0.0 {
         "better beyond the interval"
-    } else if change.low > 0.0 {
+    } else if gain.change.low > 0.0 {
         "WORSE beyond the interval"
     } else {
-        "not told apart"
+        "not told apart by so little text; --tokens gives more"
     };
+    let rows = [
+        super::score::row(gain.without.0.name, gain.without.1, None),
+        super::score::row(gain.with.0.name, gain.with.1, Some(gain.without.1)),
+    ];
     format!(
-        "\n\nImportance collected from calibration text, against the energy of the weights, at the same size: expert error \
-         {error_with:.5} instead of {error_without:.5}\n({:+.1} %, {n_better} of {} tensors better); KL {:.5} instead of {:.5}, \
-         difference {:.5} [{:.5}, {:.5}]: {verdict}.\n",
+        "\n\nImportance collected from calibration text, against the energy of the weights, at the same size:\n\n{}\n\n\
+         expert error {error_with:.5} instead of {error_without:.5} ({:+.1} %, {} of {} tensors better); KL {:+.1} %: {verdict}\n",
+        table(&super::score::COLUMNS, 1, &rows),
         100.0 * (error_with / error_without - 1.0),
-        with.weighed.tensors.len(),
-        with.scored.kl.mean,
-        without.scored.kl.mean,
-        change.mean,
-        change.low,
-        change.high
+        gain.n_better,
+        gain.with.0.weighed.tensors.len(),
+        100.0 * (gain.with.1.kl.mean / gain.without.1.kl.mean - 1.0),
     )
 }
 
@@ -291,9 +313,12 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
     text += "\n\n";
     text += &table(&columns, 3, &rows);
     text += "\n\nexpert error: squared error of the routed experts relative to their squares, weighted by what the held-out text multiplies\nthem with; alignment: 1 where weights are not shrunk\n\n";
-    let above = std::iter::once(None).chain(outcomes.iter().map(|o| Some(&o.scored)));
-    let rows: Vec<_> =
-        outcomes.iter().zip(above).map(|(o, above)| super::score::row(o.name, &o.scored, above)).collect();
+    let mut rows = Vec::new();
+    let mut above = None;
+    for (name, scored) in outcomes.iter().filter_map(|o| Some((o.name, o.scored.as_ref()?))) {
+        rows.push(super::score::row(name, scored, above));
+        above = Some(scored);
+    }
     text += &table(&super::score::COLUMNS, 1, &rows);
     text += "\n\nHeld-out prose, code and tables against the source (nats, 95 % intervals); every file was run by the CPU runner.";
     text += &importance_text(outcomes);

@@ -118,7 +118,8 @@ impl Matrix {
         let row_bytes = row_bytes.ok_or_else(|| {
             wrong(format!("{columns} columns"), format!("a multiple of {}", block_type.values_per_block()))
         })?;
-        let n_bytes = row_bytes.checked_mul(rows).filter(|_| rows <= u32::MAX as usize && columns <= 1 << 24);
+        let n_bytes =
+            row_bytes.checked_mul(rows).filter(|_| u32::try_from(rows).is_ok() && columns <= 1 << 24);
         let n_bytes = n_bytes.ok_or_else(|| {
             wrong("more than can be addressed".to_owned(), "at most 2^32 rows of 2^24 values".to_owned())
         })?;
@@ -163,7 +164,7 @@ impl Matrix {
     /// If they are no whole rows of this matrix.
     pub fn put_rows(&mut self, gpu: &Gpu, first: usize, bytes: View<'_, u8>) -> Result<(), CudaError> {
         let n = self.whole_rows(first, bytes.len())?;
-        if let Some(planes) = self.planes {
+        if let Some(planes) = &self.planes {
             return self.repack(gpu, planes, first, n, bytes.address(), false);
         }
         let range = first * self.row_bytes..(first + n) * self.row_bytes;
@@ -176,7 +177,7 @@ impl Matrix {
     /// If they are no whole rows of this matrix.
     pub fn read_rows(&self, gpu: &Gpu, first: usize, bytes: &mut ViewMut<'_, u8>) -> Result<(), CudaError> {
         let n = self.whole_rows(first, bytes.len())?;
-        if let Some(planes) = self.planes {
+        if let Some(planes) = &self.planes {
             return self.repack(gpu, planes, first, n, bytes.address(), true);
         }
         let range = first * self.row_bytes..(first + n) * self.row_bytes;
@@ -198,14 +199,14 @@ impl Matrix {
     fn repack(
         &self,
         gpu: &Gpu,
-        planes: Planes,
+        planes: &Planes,
         first: usize,
         n: usize,
         blocks: u64,
         back: bool,
     ) -> Result<(), CudaError> {
         let arguments = Arguments::new()
-            .structure(&planes)
+            .structure(planes)
             .long(blocks)
             .read(&self.bytes)
             .long(self.rows as u64)

@@ -57,8 +57,8 @@ impl Format {
         let columns = matrix.columns();
         let fits = columns > 0 && columns.is_multiple_of(step_columns);
         // Places of scales are counted in 32 bits, rows in 31.
-        let small = matrix.rows().saturating_mul(columns / 32) <= u32::MAX as usize
-            && matrix.rows() <= i32::MAX as usize
+        let small = u32::try_from(matrix.rows().saturating_mul(columns / 32)).is_ok()
+            && i32::try_from(matrix.rows()).is_ok()
             && matrix.rows().div_ceil(TILE_ROWS) <= GRID_LIMIT;
         let input_pitch = if step_columns == 32 { 64 } else { step_columns * 2 + 64 };
         let scale_bytes = if matches!(matrix.block_type(), BlockType::Q4K | BlockType::F16) { 0 } else { 4 };
@@ -147,7 +147,7 @@ pub(in super::super) struct Parts<'a> {
     /// Weighted mids as `f16`, `[places, F]`.
     mids: ViewMut<'a, u8>,
     /// Down products, `[items, D]`.
-    parts: ViewMut<'a, u8>,
+    products: ViewMut<'a, u8>,
 }
 
 impl ExpertMatrices {
@@ -174,9 +174,9 @@ impl ExpertMatrices {
         workspace: &'a mut Workspace,
         work: &Routed<'_>,
     ) -> Result<Parts<'a>, CudaError> {
-        let [input, starts, order, mids, parts] =
+        let [input, starts, order, mids, products] =
             workspace.parts(self.prefill_lengths(work.tokens, work.n_used))?;
-        Ok(Parts { input, starts, order, mids, parts })
+        Ok(Parts { input, starts, order, mids, products })
     }
 
     pub(super) fn prefill_routed(
@@ -191,7 +191,7 @@ impl ExpertMatrices {
         self.prefill_prepare(gpu, work, &parts)?;
         self.prefill_gate_up(gpu, work, &parts, mids)?;
         self.prefill_down(gpu, work, &parts)?;
-        self.sum_slots(gpu, work, &parts.parts, output)
+        self.sum_slots(gpu, work, &parts.products, output)
     }
 
     fn formats(&self) -> Result<[Format; 2], CudaError> {
@@ -275,7 +275,7 @@ impl ExpertMatrices {
             .read(parts.mids.as_view())
             .int(self.width())
             .int(self.outputs())
-            .write(&parts.parts);
+            .write(&parts.products);
         let shape = self.prefill_launch(gpu, work, self.outputs().div_ceil(TILE_ROWS), &down);
         gpu.launch("matrix_prefill", &format!("down_{}", down.name), shape, arguments)
     }
