@@ -19,7 +19,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, SharedTap, Work,
+    RowPlaces, Selection, SharedTap, SublayerInput, Work,
 };
 use crate::session::Options;
 use crate::weights::{GeneratedRows, WeightSource};
@@ -189,9 +189,9 @@ impl CudaBackend {
         self.single_tokens.load(Ordering::Relaxed)
     }
 
-    /// Whether inputs are rounded to halves now, as tensor cores want them.
-    pub(super) fn rounds_to_halves(&self) -> bool {
-        self.pass() == Pass::Prefill
+    /// Whether inputs may be rounded on the way.
+    pub(super) fn rounds_inputs(&self) -> bool {
+        self.pass() != Pass::Exact
     }
 
     fn pass(&self) -> Pass {
@@ -310,14 +310,15 @@ impl CudaBackend {
         let mut partials = self.tensor(tokens, n_slices * (n + 1))?;
         let arguments = Arguments::new().read(streams.values.view());
         let (name, arguments) = match (&widened, mixer.block_type()) {
-            (Some(widened), _) => ("hc_mix_F32", arguments.read(widened.values.view())),
-            (None, BlockType::F16) => ("hc_mix_F16", arguments.read(mixer.values_as_stored())),
-            (None, _) => ("hc_mix_F32", arguments.read(mixer.values_as_stored())),
+            (Some(widened), _) => ("F32", arguments.read(widened.values.view())),
+            (None, BlockType::F16) => ("F16", arguments.read(mixer.values_as_stored())),
+            (None, _) => ("F32", arguments.read(mixer.values_as_stored())),
         };
         let arguments =
             arguments.write(&partials.values.view_mut()).int(tokens).int(width).int(n).int(MIX_TOKENS);
         let shape = Launch::new(n_slices, 256).by(tokens.div_ceil(MIX_TOKENS));
-        self.launch("hyper", name, shape, arguments)?;
+        let at_once = if tokens == 1 { 1 } else { 4 };
+        self.launch("hyper", &format!("hc_mix_{name}_{at_once}"), shape, arguments)?;
         Ok((partials, n_slices))
     }
 
@@ -612,13 +613,13 @@ impl Backend for CudaBackend {
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
         norm: &CudaVector,
-    ) -> Result<(CudaTensor, CudaTensor, Mix<Self>), RunnerError> {
+    ) -> Result<SublayerInput<Self>, RunnerError> {
         let (m, tokens) = (constants.n_streams, streams.tokens);
         let mut post = self.tensor(tokens, m)?;
         let mut comb = self.tensor(tokens, m * m)?;
         let parts = Some((&mut post, &mut comb));
-        let (x, normed) = self.merge_streams(streams, weights, constants, norm, parts)?;
-        Ok((x, normed, Mix { post, comb }))
+        let (merged, normed) = self.merge_streams(streams, weights, constants, norm, parts)?;
+        Ok(SublayerInput { merged, normed, mix: Mix { post, comb } })
     }
 
     fn hc_post(

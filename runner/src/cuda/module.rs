@@ -75,7 +75,7 @@ macro_rules! units {
 units! {
     weights: "matrix_generic" false, "matrix_repack" false, "matrix_generate" false, "matrix_decode" true,
         "matrix_experts" true, "matrix_prefill" true;
-    activations: "rows", "hyper", "router", "attention", "attention_prefill", "compressor",
+    activations: "rows", "hyper", "router", "attention", "attention_tiles", "compressor",
         "indexer";
 }
 
