@@ -10,7 +10,7 @@ use gguf_tools::block::BlockType;
 use gguf_tools::model::HyperParameters;
 
 use super::cache::{CudaCache, Storage};
-use super::driver::{Arguments, Graph, KernelShare, Launch, View};
+use super::driver::{Arguments, Graph, KernelShare, Launch, PinnedBuffer, View};
 use super::error::CudaError;
 use super::matrix::{ExpertMatrices, Matrix, Pass, Routed, Workspace};
 use super::module::Gpu;
@@ -31,6 +31,8 @@ pub struct CudaBackend {
     pub(super) pool: Pool,
     /// What keeps its content between passes: caches, token ids and positions.
     kept: Pool,
+    /// Page-locked, for the logits of a token: from other memory they take longer to come than to compute.
+    staging: Mutex<PinnedBuffer<f32>>,
     /// Numbers from 0 on, more than a mixer has rows.
     counting: PoolBuffer<u32>,
     pub(super) storage: Storage,
@@ -149,7 +151,9 @@ impl CudaBackend {
         let now = Workspace::new(&gpu, 0)?;
         let mut counting = kept.take(MOST_MIXES, "numbers of rows")?;
         gpu.device.write(&mut counting.view_mut(), &std::array::from_fn::<_, MOST_MIXES, _>(|i| i as u32))?;
+        let staging = Mutex::new(gpu.device.pinned(h.vocab_size as usize)?);
         Ok(Self {
+            staging,
             counting,
             pool: Pool::new(&gpu.device),
             kept,
@@ -529,7 +533,13 @@ impl Backend for CudaBackend {
     }
 
     fn read<'a>(&self, tensor: &'a CudaTensor) -> Result<Cow<'a, [f32]>, RunnerError> {
-        Ok(Cow::Owned(self.gpu.device.download(tensor.values.view())?))
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let n = tensor.values.len();
+        if n > staging.as_slice().len() {
+            return Ok(Cow::Owned(self.gpu.device.download(tensor.values.view())?));
+        }
+        self.gpu.device.read_into(tensor.values.view(), &mut staging.as_mut_slice()[..n])?;
+        Ok(Cow::Owned(staging.as_slice()[..n].to_vec()))
     }
 
     fn read_routing<'a>(&self, routing: &'a CudaRouting) -> Result<Cow<'a, Routing>, RunnerError> {

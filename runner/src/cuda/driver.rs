@@ -69,6 +69,8 @@ struct Stream {
     handle: sys::CUstream,
     /// For work beside; none on a restricted device.
     side: Option<Side>,
+    /// Whether a kernel comes last here, so that the next may begin before its end; of the second stream, too.
+    kernel_is_last: [AtomicBool; 2],
     context: Arc<Context>,
 }
 
@@ -84,6 +86,20 @@ struct Side {
 }
 
 impl Stream {
+    fn is_beside(&self) -> bool {
+        self.side.as_ref().is_some_and(|side| side.chosen.load(Ordering::Relaxed))
+    }
+
+    /// Whether the kernel that is queued next may begin before what comes before has ended. Then it comes last itself.
+    fn may_begin_early(&self) -> bool {
+        self.kernel_is_last[usize::from(self.is_beside())].swap(true, Ordering::Relaxed)
+    }
+
+    /// The kernel that is queued next has to wait for everything before.
+    fn ends_early_beginnings(&self, beside: bool) {
+        self.kernel_is_last[usize::from(beside)].store(false, Ordering::Relaxed);
+    }
+
     /// Where work is queued now.
     fn now(&self) -> sys::CUstream {
         match &self.side {
@@ -200,7 +216,12 @@ impl Device {
             apart: AtomicBool::new(false),
         };
         Ok(Self {
-            stream: Arc::new(Stream { handle, side: Some(side), context }),
+            stream: Arc::new(Stream {
+                handle,
+                side: Some(side),
+                kernel_is_last: Default::default(),
+                context,
+            }),
             facts: Arc::new(facts),
             profile: Arc::default(),
         })
@@ -249,7 +270,8 @@ impl Device {
             (stream, part.__bindgen_anon_1.sm.smCount)
         };
         let facts = DeviceFacts { n_multiprocessors: found, ..(*self.facts).clone() };
-        let stream = Stream { handle, side: None, context: Arc::clone(&self.stream.context) };
+        let context = Arc::clone(&self.stream.context);
+        let stream = Stream { handle, side: None, kernel_is_last: Default::default(), context };
         Ok(Self { stream: Arc::new(stream), facts: Arc::new(facts), profile: Arc::default() })
     }
 
@@ -326,6 +348,7 @@ impl Device {
             return Ok(());
         }
         // SAFETY: the view is within its buffer.
+        self.stream.ends_early_beginnings(self.stream.is_beside());
         step("clearing memory", unsafe {
             result::memset_d8_async(target.pointer, 0, bytes, self.stream.now())
         })?;
@@ -353,6 +376,7 @@ impl Device {
             return Ok(());
         }
         // SAFETY: same length; from pageable memory the driver has taken the values when the call returns.
+        self.stream.ends_early_beginnings(self.stream.is_beside());
         step("copying to the device", unsafe {
             result::memcpy_htod_async(target.pointer, values, self.stream.now())
         })
@@ -375,6 +399,7 @@ impl Device {
         let values = &values.as_slice()[range];
         same_length("copy to the device", values.len(), target.len)?;
         // SAFETY: same length; the caller keeps the values.
+        self.stream.ends_early_beginnings(self.stream.is_beside());
         step("copying to the device", unsafe {
             result::memcpy_htod_async(target.pointer, values, self.stream.now())
         })
@@ -391,6 +416,7 @@ impl Device {
             return Ok(());
         }
         // SAFETY: same length; the stream is waited for before `values` is used.
+        self.stream.ends_early_beginnings(self.stream.is_beside());
         step("copying from the device", unsafe {
             result::memcpy_dtoh_async(values, source.pointer, self.stream.now())
         })?;
@@ -419,6 +445,7 @@ impl Device {
             return Ok(());
         }
         // SAFETY: same length; the borrow of the target forbids overlap.
+        self.stream.ends_early_beginnings(self.stream.is_beside());
         step("copying on the device", unsafe {
             result::memcpy_dtod_async(target.pointer, source.pointer, bytes, self.stream.now())
         })?;
@@ -473,16 +500,28 @@ impl Device {
         // SAFETY: every offset is within `words`, which outlives the call.
         let mut pointers: Vec<*mut c_void> =
             offsets.iter().map(|&offset| unsafe { base.add(offset) }.cast()).collect();
-        // SAFETY: the function lives as long as its module, held by `kernel`; the parameters are copied by the call.
+        let early = shape.early && self.stream.may_begin_early() && !self.profile.on.load(Ordering::Relaxed);
+        // SAFETY: plain data; zero is a valid value of every field.
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: shape.grid.0,
+            gridDimY: shape.grid.1,
+            gridDimZ: shape.grid.2,
+            blockDimX: shape.block.0,
+            blockDimY: shape.block.1,
+            blockDimZ: shape.block.2,
+            sharedMemBytes: shape.shared_bytes,
+            hStream: self.stream.now(),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(early),
+        };
+        // SAFETY: the function lives as long as its module, held by `kernel`; parameters and configuration are copied by
+        // the call.
         let launched = unsafe {
-            result::launch_kernel(
-                kernel.handle,
-                shape.grid,
-                shape.block,
-                shape.shared_bytes,
-                self.stream.now(),
-                &mut pointers,
-            )
+            let parameters = pointers.as_mut_ptr();
+            sys::cuLaunchKernelEx(&raw const config, kernel.handle, parameters, std::ptr::null_mut()).result()
         };
         launched.map_err(|error| CudaError::Driver {
             what: format!(
@@ -551,6 +590,7 @@ impl Device {
             return work();
         };
         self.follow(side.handle, &side.parting, self.stream.handle)?;
+        self.stream.ends_early_beginnings(true);
         side.apart.store(true, Ordering::Relaxed);
         side.chosen.store(true, Ordering::Relaxed);
         let done = work();
@@ -565,6 +605,7 @@ impl Device {
     pub fn together(&self) -> Result<(), CudaError> {
         match &self.stream.side {
             Some(side) if side.apart.swap(false, Ordering::Relaxed) => {
+                self.stream.ends_early_beginnings(false);
                 self.follow(self.stream.handle, &side.meeting, side.handle)
             }
             _ => Ok(()),
@@ -602,6 +643,7 @@ impl Device {
     pub fn capture<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         self.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
+        self.stream.ends_early_beginnings(false);
         // SAFETY: the stream lives here.
         step("starting to record a graph", unsafe {
             result::stream::begin_capture(self.stream.handle, mode)
@@ -989,12 +1031,14 @@ pub struct Launch {
     pub block: (u32, u32, u32),
     /// Dynamic shared memory a block.
     pub shared_bytes: u32,
+    /// Whether the kernel may begin while the one before it still runs: it waits itself before it touches what others do.
+    pub early: bool,
 }
 
 impl Launch {
     /// `blocks` blocks of `threads` threads.
     pub fn new(blocks: usize, threads: u32) -> Self {
-        Self { grid: (blocks as u32, 1, 1), block: (threads, 1, 1), shared_bytes: 0 }
+        Self { grid: (blocks as u32, 1, 1), block: (threads, 1, 1), shared_bytes: 0, early: false }
     }
 
     /// One thread for each of `n` items, in blocks of 256.
@@ -1154,6 +1198,7 @@ impl Graph {
     pub fn launch(&self) -> Result<(), CudaError> {
         self.device.bind()?;
         // SAFETY: graph and stream live.
+        self.device.stream.ends_early_beginnings(false);
         step("launching a graph", unsafe { result::graph::launch(self.handle, self.device.stream.handle) })
     }
 }

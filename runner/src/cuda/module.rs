@@ -98,6 +98,11 @@ impl Unit {
         source
     }
 
+    /// Whether all its kernels wait for those before them by themselves.
+    fn begins_early(&self) -> bool {
+        self.activations || ["matrix_decode", "matrix_experts"].contains(&self.name)
+    }
+
     /// Whether products and sums may be contracted, as an option of the compiler.
     fn contraction(&self) -> &'static str {
         if self.activations { "--fmad=false" } else { "--fmad=true" }
@@ -273,9 +278,10 @@ impl Gpu {
         &self,
         unit: &'static str,
         name: &str,
-        shape: Launch,
+        mut shape: Launch,
         arguments: Arguments,
     ) -> Result<(), CudaError> {
+        shape.early = UNITS.iter().any(|known| known.name == unit && known.begins_early());
         self.device.launch(&self.kernels.kernel(unit, name)?, shape, arguments)
     }
 }

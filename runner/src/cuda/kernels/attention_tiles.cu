@@ -208,6 +208,7 @@ static __device__ __forceinline__ void attend_tiles(
         const float* queries, const u16* ring, const u16* rows, const int* chosen, const float* sinks,                  \
         const float* frequencies, const int* positions, float* output, int n_heads, int n_rotary, int kind,             \
         int ring_mask, int window, int ratio, int top_k, float scale) {                                                 \
+        await_previous();                                                                                               \
         attend_tiles<WIDTH, M, 32, STAGES>(queries, ring, rows, chosen, sinks, frequencies, positions, output, n_heads, \
                                            n_rotary, kind, ring_mask, window, ratio, top_k, scale);                     \
     }
@@ -353,6 +354,7 @@ static __device__ __forceinline__ void attend_parts(
     extern "C" __global__ void __launch_bounds__(256) attend_parts_##WIDTH(                                             \
         const float* queries, const u16* ring, const u16* rows, const int* chosen, const int* positions, float* parts,  \
         int n_heads, int kind, int ring_mask, int window, int ratio, int top_k, int n_parts, float scale) {             \
+        await_previous();                                                                                               \
         attend_parts<WIDTH>(queries, ring, rows, chosen, positions, parts, n_heads, kind, ring_mask, window, ratio,     \
                             top_k, n_parts, scale);                                                                     \
     }

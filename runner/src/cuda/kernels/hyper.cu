@@ -70,6 +70,7 @@ static __device__ __forceinline__ void hc_mix(
 #define HC_MIX(NAME, W, TOKENS)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256) hc_mix_##NAME(                                                    \
         const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {             \
+        await_previous();                                                                                               \
         hc_mix<W, TOKENS>(streams, mixer, partials, n_tokens, width, n, group);                                         \
     }
 
@@ -99,6 +100,7 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
     const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
     float* x, float* normed, float* post, float* comb, int d, int m, int n_slices, int iterations, float epsilon,
     float rms_epsilon) {
+    await_previous();
     __shared__ float scratch[32];
     __shared__ float mixes[40];
     u64 token = blockIdx.x;
@@ -216,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
 // X'[k] = post_k y + sum over j of C[j, k] X[j]. Grid: columns by tokens.
 extern "C" __global__ void hc_post(
     float* all_streams, const float* output, const float* post, const float* comb, int d, int m) {
+    await_previous();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     u64 token = blockIdx.y;
     if (i >= d) return;

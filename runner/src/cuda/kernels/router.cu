@@ -21,6 +21,7 @@ static __device__ __forceinline__ void write_choice(
 extern "C" __global__ void route_by_table(
     const float* logits, const int* table, const int* tokens, int* experts, float* weights,
     int n_tokens, int n_experts, int n_used, float scaling) {
+    await_previous();
     int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= n_tokens) return;
     int chosen = table[(u64)tokens[token] * n_used + min(lane, n_used - 1)];
@@ -32,6 +33,7 @@ extern "C" __global__ void route_by_table(
 extern "C" __global__ void route_by_score(
     const float* logits, const float* bias, int* experts, float* weights,
     int n_tokens, int n_experts, int n_used, float scaling) {
+    await_previous();
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
     int token = blockIdx.x * (blockDim.x >> 5) + warp;
     if (token >= n_tokens) return;
