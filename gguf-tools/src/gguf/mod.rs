@@ -18,6 +18,7 @@ pub use header::{Header, HeaderTensor, parse_header};
 pub use layout::{Layout, NewTensor, PlacedTensor};
 pub use read::{Gguf, ShardInfo, TensorInfo};
 pub use split::SplitPlace;
+pub(crate) use split::shard_paths;
 pub use value::{Array, Metadata, Value};
 
 /// First four bytes of every GGUF file.

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use super::layers::{cover_problems, layer_count};
 use super::split::whole_metadata;
-use super::{LayerPart, NewFile, Origin, POSITIONS_KEY, RewriteError};
+use super::{LayerPart, NewFile, Origin, POSITIONS_KEY, RewriteError, SPLIT_KEYS};
 use crate::gguf::{Array, Gguf, Metadata, TensorInfo, Value};
 
 /// Opens everything that belongs to the files given: any shard stands for its set, one layer file for those beside it
@@ -59,7 +59,8 @@ fn layer_siblings(path: &Path) -> Vec<PathBuf> {
 pub fn merge<'a>(parts: &'a [Gguf], out: &Path) -> Result<NewFile<'a>, RewriteError> {
     let (first, alignment) = match parts {
         [] => return Err(RewriteError::request("give the files to merge")),
-        [only] if only.split_place().is_some() => (only, only.alignment()),
+        // A set of one shard has the keys of a set too.
+        [only] if only.metadata().get(SPLIT_KEYS[2]).is_some() => (only, only.alignment()),
         _ => return merge_layers(parts, out),
     };
     let origins = first.tensors().iter().map(|tensor| Origin { gguf: first, tensor }).collect();
