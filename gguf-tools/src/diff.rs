@@ -1,6 +1,6 @@
 //! What distinguishes two GGUF files: metadata, tensors, bytes.
 
-use crate::gguf::{Gguf, GgufError, Metadata, TensorInfo};
+use crate::gguf::{Gguf, GgufError, Metadata, PART_PLAN_KEY, TensorInfo};
 use crate::inspect::shown;
 use crate::progress::{Progress, Step};
 
@@ -133,7 +133,7 @@ fn metadata_differences(first: &Metadata, second: &Metadata) -> Vec<KeyDifferenc
     let mut keys: Vec<&str> = first.iter().map(|(key, _)| key).collect();
     keys.extend(second.iter().map(|(key, _)| key).filter(|key| first.get(key).is_none()));
     keys.into_iter()
-        .filter(|key| !key.starts_with("split."))
+        .filter(|key| !key.starts_with("split.") && *key != PART_PLAN_KEY)
         .filter_map(|key| {
             let (a, b) = (first.get(key), second.get(key));
             // As text, since NaN is not equal to itself.

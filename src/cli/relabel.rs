@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::Args;
 use gguf_tools::gguf::Gguf;
 use gguf_tools::rewrite::{
-    Edit, Edited, finish_interrupted_relabel, parse_value, relabel, relabel_in_place,
+    Edit, Edited, InPlace, finish_interrupted_relabel, parse_value, relabel,
 };
 use serde_json::json;
 
@@ -50,23 +50,25 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let out = arguments.out.as_ref().unwrap_or(&arguments.file);
     let (file, edited) = relabel(&gguf, &edits, out).map_err(usage_or_failure)?;
     let write = &arguments.write;
-    let mut closing = format!("file size  {}", units::exact_bytes(file.layout.file_bytes()));
-    if !write.dry_run {
-        if arguments.in_place {
-            if !relabel_in_place(&gguf, &file).map_err(usage_or_failure)? {
-                anyhow::bail!(
-                    "the new header takes {} bytes, the old one {}: data would have to move\n  write a copy with --out FILE",
-                    file.layout.data_offset_bytes(),
-                    gguf.shards()[0].data_offset_bytes
-                );
-            }
-            closing = format!("replaced the header in place\n{}", arguments.file.display());
-        } else {
-            closing = written_text(&write.write(std::slice::from_ref(&file), &inputs_of([&gguf]), "copying")?);
-        }
+    let file_bytes = file.layout.file_bytes();
+    let mut closing = format!("file size  {}", units::exact_bytes(file_bytes));
+    if arguments.in_place && !write.dry_run {
+        let in_place = InPlace::fitting(&gguf, &file).with_context(|| {
+            format!(
+                "the new header takes {} bytes, the old one {}: data would have to move; write a copy with --out FILE",
+                file.layout.data_offset_bytes(),
+                gguf.shards()[0].data_offset_bytes
+            )
+        })?;
+        drop(file);
+        drop(gguf);
+        in_place.write().map_err(usage_or_failure)?;
+        closing = format!("replaced the header in place\n{}", arguments.file.display());
+    } else if !write.dry_run {
+        closing = written_text(&write.write(std::slice::from_ref(&file), &inputs_of([&gguf]), "copying")?);
     }
     if write.json {
-        print_json(&json!({ "edited": edited, "file_bytes": file.layout.file_bytes(), "path": out }))?;
+        print_json(&json!({ "edited": edited, "file_bytes": file_bytes, "path": out }))?;
     } else {
         print(&(text(&edited) + &closing))?;
     }

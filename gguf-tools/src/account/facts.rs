@@ -16,6 +16,9 @@ const NESTED: [&[&str]; 5] = [
     &["language_model_config"],
 ];
 
+/// Bound on the number of layers from an untrusted description: a list is made for each.
+const MAX_LAYERS: u32 = 100_000;
+
 /// Numbers about a model.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Facts<'a> {
@@ -38,10 +41,10 @@ impl<'a> Facts<'a> {
         };
         let mut facts = Self { description, deepseek4, n_layers: 0 };
         let stated = facts.count(&["num_hidden_layers", "n_layer", "num_layers", "n_layers"], &["block_count"]);
-        let n_layers = stated.and_then(|n| u32::try_from(n).ok()).filter(|&n| n > 0);
+        let n_layers = stated.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MAX_LAYERS).contains(n));
         facts.n_layers = n_layers.ok_or_else(|| AccountError::MissingFact {
             place: place.to_owned(),
-            fact: "the number of layers (num_hidden_layers, or ARCHITECTURE.block_count)",
+            fact: "a plausible number of layers (num_hidden_layers, or ARCHITECTURE.block_count)",
         })?;
         Ok(facts)
     }

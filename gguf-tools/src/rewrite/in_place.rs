@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 
 use super::write::{folder_of, with_suffix};
 use super::{NewFile, RewriteError};
-use crate::gguf::Gguf;
+use crate::gguf::{Gguf, PlacedTensor, TensorInfo};
 
 /// What the record beside a file says while its header is being replaced; the new header follows it.
 #[derive(Debug, Serialize, Deserialize)]
@@ -22,25 +22,38 @@ struct Record {
 
 const RECORD_SUFFIX: &str = ".relabel";
 
-/// Replaces the header of the file that `new` was made from. `Ok(false)`: it does not fit, and nothing was done.
-///
-/// The new header is on disk beside the file before the first byte is replaced, and
-/// [`finish_interrupted_relabel`] finishes what was begun.
-///
-/// # Errors
-/// [`RewriteError::Output`] with the system's own words.
-pub fn relabel_in_place(gguf: &Gguf, new: &NewFile<'_>) -> Result<bool, RewriteError> {
-    let [shard] = gguf.shards() else { return Ok(false) };
-    let header = new.layout.header_bytes();
-    let data_stays = new.layout.tensors().iter().zip(gguf.tensors()).all(|(placed, tensor)| {
-        placed.offset_bytes == shard.data_offset_bytes + tensor.offset_bytes
-    });
-    if header.len() as u64 != shard.data_offset_bytes || !data_stays {
-        return Ok(false);
+/// A header that fits in the place of a file's own. Holds no map of the file, which is about to change.
+#[derive(Debug)]
+pub struct InPlace {
+    path: PathBuf,
+    record: Record,
+    header: Vec<u8>,
+}
+
+impl InPlace {
+    /// The new header, if it fits over that of the file that `new` was made from without moving data.
+    pub fn fitting(gguf: &Gguf, new: &NewFile<'_>) -> Option<Self> {
+        let [shard] = gguf.shards() else { return None };
+        let header = new.layout.header_bytes();
+        let stays = |(placed, tensor): (&PlacedTensor, &TensorInfo)| {
+            placed.offset_bytes == shard.data_offset_bytes + tensor.offset_bytes
+        };
+        let data_stays = new.layout.tensors().iter().zip(gguf.tensors()).all(stays);
+        let record = Record { file_bytes: shard.file_bytes, header_bytes: header.len() as u64 };
+        let fits = record.header_bytes == shard.data_offset_bytes && data_stays;
+        fits.then(|| Self { path: shard.path.clone(), record, header })
     }
-    let record = Record { file_bytes: shard.file_bytes, header_bytes: header.len() as u64 };
-    replace(&shard.path, &record, &header).map_err(|e| output(&shard.path, &e))?;
-    Ok(true)
+
+    /// Replaces the header. The file must not be mapped any more.
+    ///
+    /// The new header is on disk beside the file before the first byte is replaced, and
+    /// [`finish_interrupted_relabel`] finishes what was begun.
+    ///
+    /// # Errors
+    /// [`RewriteError::Output`] with the system's own words.
+    pub fn write(&self) -> Result<(), RewriteError> {
+        replace(&self.path, &self.record, &self.header).map_err(|e| output(&self.path, &e))
+    }
 }
 
 /// Finishes the replacement of a header that was cut off; `Ok(false)`: there is none.

@@ -182,14 +182,17 @@ pub(super) fn cover_problems(parts: &[LayerPart], n_layers: u32) -> Vec<String> 
     problems
 }
 
+/// Bound on the number of layers from an untrusted file.
+const MAX_LAYERS: u32 = 100_000;
+
 /// Number of layers by `ARCHITECTURE.block_count`.
 pub(crate) fn layer_count(metadata: &Metadata) -> Result<u32, RewriteError> {
     let architecture = metadata.get("general.architecture").and_then(Value::as_str).unwrap_or("unknown");
     let key = format!("{architecture}.block_count");
     let found = metadata.get(&key).and_then(Value::as_u64).and_then(|n| u32::try_from(n).ok());
-    found.filter(|&n| n > 0).ok_or_else(|| {
+    found.filter(|n| (1..=MAX_LAYERS).contains(n)).ok_or_else(|| {
         RewriteError::request(format!(
-            "key `{key}`: missing or no count; without it a file cannot be split by layers"
+            "key `{key}`: missing or no plausible count; without it a file cannot be divided by layers"
         ))
     })
 }

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 
 pub use copy::{CopyMethod, clones_files};
 pub use error::RewriteError;
-pub use in_place::{finish_interrupted_relabel, relabel_in_place};
+pub use in_place::{InPlace, finish_interrupted_relabel};
 pub use layers::{LayerPart, parse_layer_parts};
 pub use merge::{merge, open_parts};
 pub use relabel::{Edit, EditError, Edited, parse_value, relabel};
