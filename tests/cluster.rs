@@ -83,7 +83,10 @@ fn a_ray_build_whose_worker_is_killed_in_the_middle_ends_with_the_right_bytes() 
     let attempts = std::fs::read_to_string(&workers).unwrap();
     let worker = attempts.split_whitespace().nth(1).unwrap().to_owned();
     run(Command::new("kill").args(["-KILL", &worker]));
-    assert!(size(&part) > 0 && !setting.path("built-00002-of-00002.gguf").exists(), "it was killed in the middle");
+    assert!(
+        size(&part) > 0 && !setting.path("built-00002-of-00002.gguf").exists(),
+        "it was killed in the middle"
+    );
     wait_for("another worker took over", &mut build, || {
         std::fs::read_to_string(&workers).is_ok_and(|text| text.lines().count() > 1)
     });
@@ -107,7 +110,9 @@ fn the_slurm_jobs_make_the_bytes_of_one_machine_and_finished_shares_are_kept() {
         job
     };
     let build = |share: &str| {
-        run(job("build.sbatch", share).args(["--quiet", "--recipe", "q2", "--hf"]).arg(setting.path("checkpoint")))
+        run(job("build.sbatch", share)
+            .args(["--quiet", "--recipe", "q2", "--hf"])
+            .arg(setting.path("checkpoint")))
     };
     for share in ["2", "3", "1"] {
         build(share);

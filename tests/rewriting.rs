@@ -57,7 +57,8 @@ impl Setting {
 
     fn names(&self) -> Vec<String> {
         let entries = std::fs::read_dir(self.folder.path()).unwrap();
-        let mut names: Vec<_> = entries.map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        let mut names: Vec<_> =
+            entries.map(|e| e.unwrap().file_name().to_string_lossy().into_owned()).collect();
         names.sort();
         names
     }
@@ -75,7 +76,8 @@ fn a_split_set_or_layer_files_merge_to_the_same_file_from_any_part() {
     }
     // The size that the dry run promises is the size that is written, and a dry run writes nothing.
     let before = setting.names();
-    let dry = setting.done(&["split", "--dry-run", "--json", "--max-size", "4MB", "whole.gguf", "--out", "dry"]);
+    let dry =
+        setting.done(&["split", "--dry-run", "--json", "--max-size", "4MB", "whole.gguf", "--out", "dry"]);
     let dry: serde_json::Value = serde_json::from_str(&dry).unwrap();
     for (promised, shard) in dry["files"].as_array().unwrap().iter().zip(&shards) {
         assert_eq!(promised["file_bytes"].as_u64(), Some(setting.bytes(shard).len() as u64));
@@ -102,7 +104,11 @@ fn wrong_calls_exit_with_2_and_never_touch_an_input() {
     let names = setting.names();
     let before: Vec<_> = names.iter().filter(|n| n.ends_with("gguf")).map(|n| setting.bytes(n)).collect();
     // A shell's glob made the last shard the output of another tool.
-    assert!(setting.fails(&["merge", "s-00001-of-00003.gguf", "s-00002-of-00003.gguf", "out.gguf"], 2).contains("--out"));
+    assert!(
+        setting
+            .fails(&["merge", "s-00001-of-00003.gguf", "s-00002-of-00003.gguf", "out.gguf"], 2)
+            .contains("--out")
+    );
     let over = ["merge", "--overwrite", "s-00001-of-00003.gguf", "--out", "s-00002-of-00003.gguf"];
     assert!(setting.fails(&over, 1).contains("it is an input"));
     assert!(setting.fails(&["merge", "whole.gguf", "--out", "out.gguf"], 2).contains("whole file already"));
@@ -117,18 +123,46 @@ fn wrong_calls_exit_with_2_and_never_touch_an_input() {
     assert!(setting.fails(&["split", "whole.gguf", "--max-size", "many"], 2).contains("48GB"));
     assert!(setting.fails(&["split", "whole.gguf", "--max-size", "10K"], 2).contains("choose larger shards"));
     let quantize = ["quantize", "--hf", "checkpoint", "--out", "q.gguf"];
-    for (flag, value, says) in [("--shard", "3/2", "I from 1 to N"), ("--shard", "1/999", "number of tensors"), ("--layers", "0:9", "layers 0 to 2"), ("--layers", "0,1", "expected one part")] {
+    for (flag, value, says) in [
+        ("--shard", "3/2", "I from 1 to N"),
+        ("--shard", "1/999", "number of tensors"),
+        ("--layers", "0:9", "layers 0 to 2"),
+        ("--layers", "0,1", "expected one part"),
+    ] {
         let message = setting.fails(&[&quantize[..], &[flag, value]].concat(), 2);
         assert!(message.contains(says), "{message}");
     }
-    assert!(setting.fails(&["relabel", "whole.gguf", "--in-place", "--set", "a=b"], 2).contains("KEY=TYPE:VALUE"));
+    assert!(
+        setting.fails(&["relabel", "whole.gguf", "--in-place", "--set", "a=b"], 2).contains("KEY=TYPE:VALUE")
+    );
     assert!(setting.fails(&["relabel", "whole.gguf", "--in-place"], 2).contains("nothing to do"));
-    assert!(setting.fails(&["splice", "--base", "whole.gguf", "--donor", "whole.gguf", "--layers", "9", "--out", "x.gguf"], 2).contains("no tensor is chosen"));
+    assert!(
+        setting
+            .fails(
+                &[
+                    "splice",
+                    "--base",
+                    "whole.gguf",
+                    "--donor",
+                    "whole.gguf",
+                    "--layers",
+                    "9",
+                    "--out",
+                    "x.gguf"
+                ],
+                2
+            )
+            .contains("no tensor is chosen")
+    );
     assert_eq!(setting.names(), names);
     let after: Vec<_> = names.iter().filter(|n| n.ends_with("gguf")).map(|n| setting.bytes(n)).collect();
     assert!(before == after);
     std::fs::remove_file(setting.path("s-00003-of-00003.gguf")).unwrap();
-    assert!(setting.fails(&["merge", "s-00001-of-00003.gguf", "--out", "out.gguf"], 1).contains("s-00003-of-00003.gguf"));
+    assert!(
+        setting
+            .fails(&["merge", "s-00001-of-00003.gguf", "--out", "out.gguf"], 1)
+            .contains("s-00003-of-00003.gguf")
+    );
 }
 
 #[test]
@@ -141,12 +175,15 @@ fn a_killed_split_and_merge_go_on_and_leave_nothing_incomplete() {
         Some(".gguf") => whole.clone(),
         Some(shard) => setting.bytes(&format!("right{shard}")),
     };
-    let split = ["split", "--quiet", "--no-copy-offload", "--max-tensors", "25", "whole.gguf", "--out", "killed"];
-    let merge = ["merge", "--quiet", "--no-copy-offload", "right-00001-of-00003.gguf", "--out", "killed.gguf"];
+    let split =
+        ["split", "--quiet", "--no-copy-offload", "--max-tensors", "25", "whole.gguf", "--out", "killed"];
+    let merge =
+        ["merge", "--quiet", "--no-copy-offload", "right-00001-of-00003.gguf", "--out", "killed.gguf"];
     for arguments in [&split[..], &merge[..]] {
         let mut kills = 0;
         for milliseconds in (0..).map(|i| 4 * i) {
-            let mut child = setting.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+            let mut child =
+                setting.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             std::thread::sleep(Duration::from_millis(milliseconds));
             child.kill().unwrap();
             if child.wait().unwrap().success() {
@@ -186,7 +223,10 @@ fn a_disk_that_takes_no_more_is_reported_and_the_same_command_goes_on() {
             let output = with_file_limit(&setting, limit, &arguments);
             let stderr = text(&output.stderr);
             assert_eq!(output.status.code(), Some(1), "{stderr}");
-            assert!(stderr.contains("full.gguf.part") && stderr.contains("run the same command again"), "{stderr}");
+            assert!(
+                stderr.contains("full.gguf.part") && stderr.contains("run the same command again"),
+                "{stderr}"
+            );
             assert!(!setting.path("full.gguf").exists());
         }
     }
@@ -199,7 +239,18 @@ fn a_disk_that_takes_no_more_is_reported_and_the_same_command_goes_on() {
 fn splice_relabel_and_diff_do_what_they_print() {
     let setting = Setting::new("8");
     setting.done(&["quantize", "--quiet", "--recipe", "q2", "--hf", "checkpoint", "--out", "q2.gguf"]);
-    let splice = ["splice", "--quiet", "--base", "q2.gguf", "--donor", "whole.gguf", "--q4-layers", "1-2", "--out", "mixed.gguf"];
+    let splice = [
+        "splice",
+        "--quiet",
+        "--base",
+        "q2.gguf",
+        "--donor",
+        "whole.gguf",
+        "--q4-layers",
+        "1-2",
+        "--out",
+        "mixed.gguf",
+    ];
     let dry = setting.done(&[&splice[..], &["--dry-run"]].concat());
     assert!(!setting.path("mixed.gguf").exists());
     setting.done(&splice);
@@ -213,8 +264,27 @@ fn splice_relabel_and_diff_do_what_they_print() {
     let same = setting.done(&["diff", "--quiet", "q2.gguf", "q2.gguf"]);
     assert!(same.contains("0 differ; 0 keys differ"), "{same}");
     // A label that differs is refused, and accepted on request.
-    setting.done(&["relabel", "--quiet", "whole.gguf", "--set", "ggsmith.checkpoint.label=str:other", "--out", "other.gguf"]);
-    let foreign = ["splice", "--quiet", "--base", "q2.gguf", "--donor", "other.gguf", "--layers", "1", "--out", "x.gguf"];
+    setting.done(&[
+        "relabel",
+        "--quiet",
+        "whole.gguf",
+        "--set",
+        "ggsmith.checkpoint.label=str:other",
+        "--out",
+        "other.gguf",
+    ]);
+    let foreign = [
+        "splice",
+        "--quiet",
+        "--base",
+        "q2.gguf",
+        "--donor",
+        "other.gguf",
+        "--layers",
+        "1",
+        "--out",
+        "x.gguf",
+    ];
     assert!(setting.fails(&foreign, 1).contains("donor `other`"));
     setting.done(&[&foreign[..], &["--any-checkpoint"]].concat());
 
@@ -230,9 +300,22 @@ fn splice_relabel_and_diff_do_what_they_print() {
     setting.done(&["relabel", "q2.gguf", "--in-place", "--template", "mixed.gguf"]);
     assert!(setting.bytes("q2.gguf") == before);
     // What a runtime lacks is added, and the file stays sound.
-    setting.done(&["relabel", "--quiet", "q2.gguf", "--unset", "deepseek4.vocab_size", "--unset", "deepseek4.rope.scaling.type", "--out", "bare.gguf"]);
+    setting.done(&[
+        "relabel",
+        "--quiet",
+        "q2.gguf",
+        "--unset",
+        "deepseek4.vocab_size",
+        "--unset",
+        "deepseek4.rope.scaling.type",
+        "--out",
+        "bare.gguf",
+    ]);
     let added = setting.done(&["relabel", "--quiet", "bare.gguf", "--dialect", "--out", "both.gguf"]);
-    assert!(added.contains("added deepseek4.vocab_size") && added.contains("added deepseek4.rope.scaling.type"), "{added}");
+    assert!(
+        added.contains("added deepseek4.vocab_size") && added.contains("added deepseek4.rope.scaling.type"),
+        "{added}"
+    );
     let verdict = setting.done(&["verify", "--quiet", "both.gguf"]);
     assert!(!verdict.contains("llama.cpp will not"), "{verdict}");
 }
@@ -240,14 +323,26 @@ fn splice_relabel_and_diff_do_what_they_print() {
 #[test]
 fn account_prints_tables_json_and_a_picture() {
     let setting = Setting::new("8");
-    let printed = setting.done(&["account", "whole.gguf", "--context", "1000", "--bandwidth", "100", "--memory", "1GB", "--svg", "cost.svg"]);
+    let printed = setting.done(&[
+        "account",
+        "whole.gguf",
+        "--context",
+        "1000",
+        "--bandwidth",
+        "100",
+        "--memory",
+        "1GB",
+        "--svg",
+        "cost.svg",
+    ]);
     let size = setting.bytes("whole.gguf").len();
     assert!(printed.contains(&size.to_string()) && printed.contains("2 of 8 routed experts"), "{printed}");
     assert!(printed.contains("GB10") && printed.contains("yours"), "{printed}");
     assert!(text(&setting.bytes("cost.svg")).starts_with("<svg"));
     let json = setting.done(&["account", "checkpoint", "--json"]);
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
-    let sum: u64 = json["components"].as_array().unwrap().iter().map(|c| c["n_bytes"].as_u64().unwrap()).sum();
+    let sum: u64 =
+        json["components"].as_array().unwrap().iter().map(|c| c["n_bytes"].as_u64().unwrap()).sum();
     assert_eq!(Some(sum), json["data_bytes"].as_u64());
     assert!(setting.fails(&["account", "whole.gguf", "--bandwidth", "-1"], 2).contains("bandwidth"));
     assert!(setting.fails(&["account", "absent.gguf"], 1).contains("absent.gguf"));
@@ -260,7 +355,8 @@ fn account_prints_tables_json_and_a_picture() {
 fn shares_made_apart_merge_to_the_bytes_of_one_machine() {
     let setting = Setting::new("8");
     let share = |arguments: &[&str]| {
-        setting.done(&[&["quantize", "--quiet", "--recipe", "q4", "--hf", "checkpoint"][..], arguments].concat())
+        setting
+            .done(&[&["quantize", "--quiet", "--recipe", "q4", "--hf", "checkpoint"][..], arguments].concat())
     };
     for number in ["2/2", "1/2"] {
         share(&["--out", "apart.gguf", "--shard", number]);

@@ -138,7 +138,8 @@ fn metadata_differences(first: &Metadata, second: &Metadata) -> Vec<KeyDifferenc
             let (a, b) = (first.get(key), second.get(key));
             // As text, since NaN is not equal to itself.
             let differ = format!("{a:?}") != format!("{b:?}");
-            let text = |value: Option<&crate::gguf::Value>| value.map(|v| format!("{} {}", v.type_name(), shown(v)));
+            let text =
+                |value: Option<&crate::gguf::Value>| value.map(|v| format!("{} {}", v.type_name(), shown(v)));
             differ.then(|| KeyDifference { key: key.to_owned(), first: text(a), second: text(b) })
         })
         .collect()

@@ -51,7 +51,11 @@ fn the_flash_q2_plan_costs_what_was_worked_out_by_hand() {
         (Component::Norm, 1_684_224 + 16_384, 1_684_224 + 16_384),
         (Component::RoutingTable, 9_308_160, 72),
         (Component::Embedding, 1_059_061_760, 8_192),
-        (Component::Attention, 3 * 1_533_018_112 + 191_627_264 + 95_813_632, 3 * 1_533_018_112 + 191_627_264 + 95_813_632),
+        (
+            Component::Attention,
+            3 * 1_533_018_112 + 191_627_264 + 95_813_632,
+            3 * 1_533_018_112 + 191_627_264 + 95_813_632,
+        ),
     ];
     for (family, n_bytes, per_token) in by_hand {
         assert_eq!(component(&account, family), (n_bytes, per_token), "{family}");
@@ -68,7 +72,8 @@ fn the_caches_of_flash_are_those_worked_out_by_hand() {
     let contexts = vec![2048, 4096, 32_768, 65_536, 131_072, 1_048_576];
     let options = AccountOptions { contexts, ..AccountOptions::default() };
     let account = Account::of(&headers, &options).unwrap();
-    let kinds: Vec<_> = account.caches.iter().map(|k| (k.n_layers, k.bytes_per_token, k.cache.fixed_bytes())).collect();
+    let kinds: Vec<_> =
+        account.caches.iter().map(|k| (k.n_layers, k.bytes_per_token, k.cache.fixed_bytes())).collect();
     assert_eq!(kinds, [(2, 0.0, 131_072), (21, 320.0, 131_072), (20, 8.0, 131_072)]);
     let megabytes = |bytes: u64| (bytes as f64 / 1e6).round() as u64;
     let grown: Vec<_> = account.contexts.iter().map(|at| megabytes(at.grown_bytes)).collect();
@@ -80,7 +85,10 @@ fn the_caches_of_flash_are_those_worked_out_by_hand() {
     // At 231 GB/s the floor is near 24 tokens a second.
     let gb10 = account.ceilings.iter().find(|c| c.machine.name == "GB10" && c.machine.measured).unwrap();
     assert_eq!(gb10.fits, Some(true));
-    assert!((gb10.tokens_per_second[0] - 231e9 / (9_559_077_284.0 + account.contexts[0].read_bytes as f64)).abs() < 1e-9);
+    assert!(
+        (gb10.tokens_per_second[0] - 231e9 / (9_559_077_284.0 + account.contexts[0].read_bytes as f64)).abs()
+            < 1e-9
+    );
     assert!((24.0..24.2).contains(&gb10.tokens_per_second[0]));
     assert!(account.ceilings.iter().any(|c| c.machine.name == "RTX 5080" && c.fits == Some(false)));
 }
@@ -101,7 +109,8 @@ fn a_checkpoint_a_file_and_its_shards_on_disk_sum_to_their_sizes() {
 
     let source = SynthSource::new(&SynthOptions::new(Shape::Tiny)).unwrap();
     let plan = Plan::new(&source, &Recipe::built_in("q4").unwrap(), source.metadata().unwrap()).unwrap();
-    let options = gguf_tools::build::BuildOptions { overwrite: false, resume: false, importance_fallback: true };
+    let options =
+        gguf_tools::build::BuildOptions { overwrite: false, resume: false, importance_fallback: true };
     let none = gguf_tools::importance::NoImportance;
     gguf_tools::build::build(&plan, &source, &none, &at("whole.gguf"), options, &Silent).unwrap();
     let whole = account(&Headers::open(&at("whole.gguf")).unwrap());
@@ -151,19 +160,31 @@ fn add(to: &mut Tensors, prefix: &str, rows: &[(&str, &[u64])]) {
 #[test]
 fn a_dense_model_costs_its_parameters_but_for_the_embedding() {
     let mut tensors = Tensors::new();
-    add(&mut tensors, "", &[("model.embed_tokens.weight", &[128_256, 4096]), ("model.norm.weight", &[4096]), ("lm_head.weight", &[128_256, 4096])]);
+    add(
+        &mut tensors,
+        "",
+        &[
+            ("model.embed_tokens.weight", &[128_256, 4096]),
+            ("model.norm.weight", &[4096]),
+            ("lm_head.weight", &[128_256, 4096]),
+        ],
+    );
     for layer in 0..32 {
-        add(&mut tensors, &format!("model.layers.{layer}."), &[
-            ("input_layernorm.weight", &[4096]),
-            ("post_attention_layernorm.weight", &[4096]),
-            ("self_attn.q_proj.weight", &[4096, 4096]),
-            ("self_attn.k_proj.weight", &[1024, 4096]),
-            ("self_attn.v_proj.weight", &[1024, 4096]),
-            ("self_attn.o_proj.weight", &[4096, 4096]),
-            ("mlp.gate_proj.weight", &[14_336, 4096]),
-            ("mlp.up_proj.weight", &[14_336, 4096]),
-            ("mlp.down_proj.weight", &[4096, 14_336]),
-        ]);
+        add(
+            &mut tensors,
+            &format!("model.layers.{layer}."),
+            &[
+                ("input_layernorm.weight", &[4096]),
+                ("post_attention_layernorm.weight", &[4096]),
+                ("self_attn.q_proj.weight", &[4096, 4096]),
+                ("self_attn.k_proj.weight", &[1024, 4096]),
+                ("self_attn.v_proj.weight", &[1024, 4096]),
+                ("self_attn.o_proj.weight", &[4096, 4096]),
+                ("mlp.gate_proj.weight", &[14_336, 4096]),
+                ("mlp.up_proj.weight", &[14_336, 4096]),
+                ("mlp.down_proj.weight", &[4096, 14_336]),
+            ],
+        );
     }
     let config = json!({ "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096 });
     let found = account(&checkpoint(config.clone(), tensors.clone()));
@@ -181,7 +202,10 @@ fn a_dense_model_costs_its_parameters_but_for_the_embedding() {
     // Packed GPTQ weights: widths come from the heads.
     let packed = tensors.iter().map(|(name, shape)| {
         let is_matrix = name.contains("_proj");
-        (if is_matrix { name.replace(".weight", ".qweight") } else { name.clone() }, if is_matrix { vec![shape[1] / 8, shape[0]] } else { shape.clone() })
+        (
+            if is_matrix { name.replace(".weight", ".qweight") } else { name.clone() },
+            if is_matrix { vec![shape[1] / 8, shape[0]] } else { shape.clone() },
+        )
     });
     assert_eq!(account(&checkpoint(config, packed)).cache_bytes_per_token, 131_072.0);
 }
@@ -190,26 +214,42 @@ fn a_dense_model_costs_its_parameters_but_for_the_embedding() {
 #[test]
 fn a_mixture_costs_the_experts_that_work() {
     let mut tensors = Tensors::new();
-    add(&mut tensors, "", &[("model.embed_tokens.weight", &[151_936, 2048]), ("model.norm.weight", &[2048]), ("lm_head.weight", &[151_936, 2048])]);
+    add(
+        &mut tensors,
+        "",
+        &[
+            ("model.embed_tokens.weight", &[151_936, 2048]),
+            ("model.norm.weight", &[2048]),
+            ("lm_head.weight", &[151_936, 2048]),
+        ],
+    );
     for layer in 0..48 {
         let prefix = format!("model.layers.{layer}.");
-        add(&mut tensors, &prefix, &[
-            ("input_layernorm.weight", &[2048]),
-            ("post_attention_layernorm.weight", &[2048]),
-            ("self_attn.q_proj.weight", &[4096, 2048]),
-            ("self_attn.k_proj.weight", &[512, 2048]),
-            ("self_attn.v_proj.weight", &[512, 2048]),
-            ("self_attn.o_proj.weight", &[2048, 4096]),
-            ("self_attn.q_norm.weight", &[128]),
-            ("self_attn.k_norm.weight", &[128]),
-            ("mlp.gate.weight", &[128, 2048]),
-        ]);
+        add(
+            &mut tensors,
+            &prefix,
+            &[
+                ("input_layernorm.weight", &[2048]),
+                ("post_attention_layernorm.weight", &[2048]),
+                ("self_attn.q_proj.weight", &[4096, 2048]),
+                ("self_attn.k_proj.weight", &[512, 2048]),
+                ("self_attn.v_proj.weight", &[512, 2048]),
+                ("self_attn.o_proj.weight", &[2048, 4096]),
+                ("self_attn.q_norm.weight", &[128]),
+                ("self_attn.k_norm.weight", &[128]),
+                ("mlp.gate.weight", &[128, 2048]),
+            ],
+        );
         for expert in 0..128 {
-            add(&mut tensors, &format!("{prefix}mlp.experts.{expert}."), &[
-                ("gate_proj.weight", &[768, 2048]),
-                ("up_proj.weight", &[768, 2048]),
-                ("down_proj.weight", &[2048, 768]),
-            ]);
+            add(
+                &mut tensors,
+                &format!("{prefix}mlp.experts.{expert}."),
+                &[
+                    ("gate_proj.weight", &[768, 2048]),
+                    ("up_proj.weight", &[768, 2048]),
+                    ("down_proj.weight", &[2048, 768]),
+                ],
+            );
         }
     }
     let config = json!({ "model_type": "qwen3_moe", "num_hidden_layers": 48, "num_experts": 128, "num_experts_per_tok": 8, "num_key_value_heads": 4, "head_dim": 128, "sliding_window": null });
@@ -224,7 +264,10 @@ fn a_mixture_costs_the_experts_that_work() {
     let mut silent = config.clone();
     silent.as_object_mut().unwrap().remove("num_experts_per_tok");
     let refused = Account::of(&checkpoint(silent, tensors.clone()), &AccountOptions::default()).unwrap_err();
-    assert!(matches!(refused, AccountError::MissingFact { .. }) && refused.to_string().contains("num_experts_per_tok"));
+    assert!(
+        matches!(refused, AccountError::MissingFact { .. })
+            && refused.to_string().contains("num_experts_per_tok")
+    );
     let mut more = config;
     more["num_experts"] = json!(160);
     let found = account(&checkpoint(more, tensors));
@@ -239,9 +282,17 @@ fn latent_attention_keeps_the_latent_row_and_an_indexer_its_key() {
         add(&mut tensors, "model.", &[("embed_tokens.weight", &[129_280, 7168])]);
         for layer in 0..61 {
             let prefix = format!("model.layers.{layer}.self_attn.");
-            add(&mut tensors, &prefix, &[("kv_a_proj_with_mqa.weight", &[576, 7168]), ("kv_b_proj.weight", &[32_768, 512])]);
+            add(
+                &mut tensors,
+                &prefix,
+                &[("kv_a_proj_with_mqa.weight", &[576, 7168]), ("kv_b_proj.weight", &[32_768, 512])],
+            );
             if indexer {
-                add(&mut tensors, &prefix, &[("indexer.wk.weight", &[128, 7168]), ("indexer.wq_b.weight", &[8192, 1536])]);
+                add(
+                    &mut tensors,
+                    &prefix,
+                    &[("indexer.wk.weight", &[128, 7168]), ("indexer.wq_b.weight", &[8192, 1536])],
+                );
             }
         }
         tensors
@@ -259,13 +310,34 @@ fn latent_attention_keeps_the_latent_row_and_an_indexer_its_key() {
 #[test]
 fn hybrid_layers_are_told_apart_by_their_tensors() {
     let mut tensors = Tensors::new();
-    add(&mut tensors, "", &[("backbone.embeddings.weight", &[131_072, 4096]), ("backbone.norm_f.weight", &[4096]), ("lm_head.weight", &[131_072, 4096])]);
+    add(
+        &mut tensors,
+        "",
+        &[
+            ("backbone.embeddings.weight", &[131_072, 4096]),
+            ("backbone.norm_f.weight", &[4096]),
+            ("lm_head.weight", &[131_072, 4096]),
+        ],
+    );
     for (layer, kind) in "M-M-M-M*-M-".chars().enumerate() {
         let prefix = format!("backbone.layers.{layer}.");
         add(&mut tensors, &prefix, &[("norm.weight", &[4096])]);
         let rows: &[(&str, &[u64])] = match kind {
-            'M' => &[("mixer.in_proj.weight", &[18_560, 4096]), ("mixer.conv1d.weight", &[10_240, 1, 4]), ("mixer.A_log", &[128]), ("mixer.D", &[128]), ("mixer.dt_bias", &[128]), ("mixer.norm.weight", &[8192]), ("mixer.out_proj.weight", &[4096, 8192])],
-            '*' => &[("mixer.q_proj.weight", &[4096, 4096]), ("mixer.k_proj.weight", &[1024, 4096]), ("mixer.v_proj.weight", &[1024, 4096]), ("mixer.o_proj.weight", &[4096, 4096])],
+            'M' => &[
+                ("mixer.in_proj.weight", &[18_560, 4096]),
+                ("mixer.conv1d.weight", &[10_240, 1, 4]),
+                ("mixer.A_log", &[128]),
+                ("mixer.D", &[128]),
+                ("mixer.dt_bias", &[128]),
+                ("mixer.norm.weight", &[8192]),
+                ("mixer.out_proj.weight", &[4096, 8192]),
+            ],
+            '*' => &[
+                ("mixer.q_proj.weight", &[4096, 4096]),
+                ("mixer.k_proj.weight", &[1024, 4096]),
+                ("mixer.v_proj.weight", &[1024, 4096]),
+                ("mixer.o_proj.weight", &[4096, 4096]),
+            ],
             _ => &[("mixer.up_proj.weight", &[21_504, 4096]), ("mixer.down_proj.weight", &[4096, 21_504])],
         };
         add(&mut tensors, &prefix, rows);
@@ -274,8 +346,12 @@ fn hybrid_layers_are_told_apart_by_their_tensors() {
     let found = account(&checkpoint(config.clone(), tensors.clone()));
     assert_eq!(found.cache_bytes_per_token, 4096.0);
     let state = 4 * (8192 * 128 + (8192 + 2 * 8 * 128) * 3);
-    let kinds: Vec<_> = found.caches.iter().map(|k| (k.cache.kind.as_str(), k.n_layers, k.cache.state_bytes)).collect();
-    assert_eq!(kinds, [("recurrent", 5, Some(state)), ("no attention", 5, Some(0)), ("full attention", 1, Some(0))]);
+    let kinds: Vec<_> =
+        found.caches.iter().map(|k| (k.cache.kind.as_str(), k.n_layers, k.cache.state_bytes)).collect();
+    assert_eq!(
+        kinds,
+        [("recurrent", 5, Some(state)), ("no attention", 5, Some(0)), ("full attention", 1, Some(0))]
+    );
     assert!(found.findings.is_empty(), "{:?}", found.findings);
     // Without the sizes of the state nothing is made up.
     let bare = account(&checkpoint(json!({ "num_hidden_layers": 11 }), tensors));
@@ -287,10 +363,15 @@ fn windows_bound_what_layers_keep() {
     let mut tensors = Tensors::new();
     add(&mut tensors, "model.", &[("embed_tokens.weight", &[1000, 64])]);
     for layer in 0..4 {
-        add(&mut tensors, &format!("model.layers.{layer}.self_attn."), &[("k_proj.weight", &[128, 64]), ("v_proj.weight", &[128, 64])]);
+        add(
+            &mut tensors,
+            &format!("model.layers.{layer}.self_attn."),
+            &[("k_proj.weight", &[128, 64]), ("v_proj.weight", &[128, 64])],
+        );
     }
     let kinds = json!(["sliding_attention", "full_attention", "sliding_attention", "full_attention"]);
-    let config = json!({ "text_config": { "num_hidden_layers": 4, "sliding_window": 1024, "layer_types": kinds } });
+    let config =
+        json!({ "text_config": { "num_hidden_layers": 4, "sliding_window": 1024, "layer_types": kinds } });
     let found = account(&checkpoint(config, tensors.clone()));
     assert_eq!(found.cache_bytes_per_token, 2.0 * 512.0);
     assert_eq!(found.cache_fixed_bytes, 2 * 1024 * 512);
@@ -303,7 +384,11 @@ fn promises_that_the_tensors_do_not_keep_are_reported() {
     let mut tensors = Tensors::new();
     add(&mut tensors, "model.", &[("embed_tokens.weight", &[1000, 64])]);
     for layer in [0, 1, 3] {
-        add(&mut tensors, &format!("model.layers.{layer}."), &[("self_attn.k_proj.weight", &[128, 64]), ("mlp.up_proj.weight", &[128, 64])]);
+        add(
+            &mut tensors,
+            &format!("model.layers.{layer}."),
+            &[("self_attn.k_proj.weight", &[128, 64]), ("mlp.up_proj.weight", &[128, 64])],
+        );
     }
     let config = json!({
         "num_hidden_layers": 4,
@@ -327,22 +412,39 @@ fn promises_that_the_tensors_do_not_keep_are_reported() {
     assert_eq!(account(&headers).findings, expected);
     // Drafting tensors and towers that are there are counted apart.
     let kept = [
-        StoredTensor { name: "mtp.0.fc.weight".to_owned(), stored_type: "BF16".to_owned(), shape: vec![8, 8], n_bytes: 128 },
-        StoredTensor { name: "visual.merger.weight".to_owned(), stored_type: "BF16".to_owned(), shape: vec![8, 8], n_bytes: 128 },
+        StoredTensor {
+            name: "mtp.0.fc.weight".to_owned(),
+            stored_type: "BF16".to_owned(),
+            shape: vec![8, 8],
+            n_bytes: 128,
+        },
+        StoredTensor {
+            name: "visual.merger.weight".to_owned(),
+            stored_type: "BF16".to_owned(),
+            shape: vec![8, 8],
+            n_bytes: 128,
+        },
     ];
     let before = account(&headers).bytes_per_token;
     headers.tensors.extend(kept);
     headers.file_bytes += 256;
     let found = account(&headers);
     assert_eq!(found.bytes_per_token, before);
-    assert_eq!((component(&found, Component::Drafting), component(&found, Component::Vision)), ((128, 0), (128, 0)));
+    assert_eq!(
+        (component(&found, Component::Drafting), component(&found, Component::Vision)),
+        ((128, 0), (128, 0))
+    );
     assert_eq!(found.findings, expected[2..]);
 }
 
 #[test]
 fn what_cannot_be_told_is_an_error_by_name() {
     let mut tensors = Tensors::new();
-    add(&mut tensors, "model.", &[("embed_tokens.weight", &[1000, 64]), ("layers.0.surprise.weight", &[8, 8])]);
+    add(
+        &mut tensors,
+        "model.",
+        &[("embed_tokens.weight", &[1000, 64]), ("layers.0.surprise.weight", &[8, 8])],
+    );
     let one = json!({ "num_hidden_layers": 1 });
     let refused = Account::of(&checkpoint(one.clone(), tensors), &AccountOptions::default()).unwrap_err();
     assert!(refused.to_string().contains("`model.layers.0.surprise.weight`"), "{refused}");
@@ -367,14 +469,31 @@ fn a_gguf_of_another_family_is_accounted_for_by_its_metadata() {
     metadata.set("qwen3next.ssm.group_count", 2_u32);
     metadata.set("qwen3next.ssm.conv_kernel", 4_u32);
     let mut tensors = Tensors::new();
-    add(&mut tensors, "", &[("token_embd.weight", &[1000, 64]), ("output.weight", &[1000, 64]), ("output_norm.weight", &[64])]);
+    add(
+        &mut tensors,
+        "",
+        &[("token_embd.weight", &[1000, 64]), ("output.weight", &[1000, 64]), ("output_norm.weight", &[64])],
+    );
     for layer in 0..4 {
         let prefix = format!("blk.{layer}.");
-        add(&mut tensors, &prefix, &[("ffn_gate_exps.weight", &[8, 32, 64]), ("ffn_gate_inp.weight", &[8, 64]), ("ffn_gate_inp_shexp.weight", &[64])]);
+        add(
+            &mut tensors,
+            &prefix,
+            &[
+                ("ffn_gate_exps.weight", &[8, 32, 64]),
+                ("ffn_gate_inp.weight", &[8, 64]),
+                ("ffn_gate_inp_shexp.weight", &[64]),
+            ],
+        );
         let rows: &[(&str, &[u64])] = if layer == 3 {
             &[("attn_q.weight", &[256, 64]), ("attn_k.weight", &[64, 64]), ("attn_v.weight", &[64, 64])]
         } else {
-            &[("attn_qkv.weight", &[384, 64]), ("attn_gate.weight", &[256, 64]), ("ssm_out.weight", &[64, 256]), ("ssm_a", &[8])]
+            &[
+                ("attn_qkv.weight", &[384, 64]),
+                ("attn_gate.weight", &[256, 64]),
+                ("ssm_out.weight", &[64, 256]),
+                ("ssm_a", &[8]),
+            ]
         };
         add(&mut tensors, &prefix, rows);
     }

@@ -307,7 +307,12 @@ fn parts_built_apart_merge_to_the_bytes_of_the_whole() {
     build(&foreign, &setting.source, &NoImportance, &name, overwrite, &Silent).unwrap();
     let refused = Gguf::open(&name).unwrap_err().to_string();
     assert!(refused.contains("different plans"), "{refused}");
-    assert!(plan.part(PlanPart::Shard { index: 0, n_shards: 1000 }).unwrap_err().to_string().contains("number of tensors"));
+    assert!(
+        plan.part(PlanPart::Shard { index: 0, n_shards: 1000 })
+            .unwrap_err()
+            .to_string()
+            .contains("number of tensors")
+    );
     let beyond = parse_layer_parts("2:9").unwrap()[0];
     assert!(plan.part(PlanPart::Layers(beyond)).unwrap_err().to_string().contains("layers 0 to 2"));
 }

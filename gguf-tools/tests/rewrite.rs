@@ -26,28 +26,34 @@ struct Model {
 fn models() -> impl Strategy<Value = Model> {
     let types = prop::sample::select(BlockType::all().collect::<Vec<_>>());
     let sizes = prop::collection::vec((types, 1_u64..4, 1_u64..4), 24);
-    let names: Vec<&str> = vec!["token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight"];
-    (1_u32..5, sizes, any::<u64>(), 3_u32..13, 0_usize..40).prop_flat_map(move |(n_layers, sizes, seed, bits, padding)| {
-        let mut all: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
-        for layer in 0..n_layers {
-            for part in ["attn_q", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "attn_norm"] {
-                all.push(format!("blk.{layer}.{part}.weight"));
+    let names: Vec<&str> =
+        vec!["token_embd.weight", "output.weight", "output_norm.weight", "rope_freqs.weight"];
+    (1_u32..5, sizes, any::<u64>(), 3_u32..13, 0_usize..40).prop_flat_map(
+        move |(n_layers, sizes, seed, bits, padding)| {
+            let mut all: Vec<String> = names.iter().map(|n| (*n).to_owned()).collect();
+            for layer in 0..n_layers {
+                for part in ["attn_q", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps", "attn_norm"] {
+                    all.push(format!("blk.{layer}.{part}.weight"));
+                }
             }
-        }
-        let sizes = sizes.clone();
-        Just(all).prop_shuffle().prop_map(move |all| {
-            let mut metadata = Metadata::default();
-            metadata.set("general.architecture", "tiny");
-            metadata.set("general.name", "x".repeat(padding));
-            metadata.set("tiny.block_count", n_layers);
-            let tensors = all.iter().zip(sizes.iter().cycle()).map(|(name, (block_type, rows, blocks))| NewTensor {
-                name: name.clone(),
-                block_type: *block_type,
-                shape: vec![*rows, blocks * block_type.values_per_block() as u64],
-            });
-            Model { metadata, tensors: tensors.collect(), alignment: 1 << bits, n_layers, seed }
-        })
-    })
+            let sizes = sizes.clone();
+            Just(all).prop_shuffle().prop_map(move |all| {
+                let mut metadata = Metadata::default();
+                metadata.set("general.architecture", "tiny");
+                metadata.set("general.name", "x".repeat(padding));
+                metadata.set("tiny.block_count", n_layers);
+                let tensors =
+                    all.iter().zip(sizes.iter().cycle()).map(|(name, (block_type, rows, blocks))| {
+                        NewTensor {
+                            name: name.clone(),
+                            block_type: *block_type,
+                            shape: vec![*rows, blocks * block_type.values_per_block() as u64],
+                        }
+                    });
+                Model { metadata, tensors: tensors.collect(), alignment: 1 << bits, n_layers, seed }
+            })
+        },
+    )
 }
 
 impl Model {
@@ -201,7 +207,14 @@ proptest! {
 }
 
 fn one_model() -> Model {
-    let names = ["token_embd", "blk.0.attn_q", "blk.0.ffn_gate_exps", "blk.1.attn_q", "blk.1.ffn_gate_exps", "output"];
+    let names = [
+        "token_embd",
+        "blk.0.attn_q",
+        "blk.0.ffn_gate_exps",
+        "blk.1.attn_q",
+        "blk.1.ffn_gate_exps",
+        "output",
+    ];
     let mut metadata = Metadata::default();
     metadata.set("general.architecture", "tiny");
     metadata.set("general.name", "Tiny");
@@ -228,7 +241,8 @@ impl Progress for StopAt {
 }
 
 fn names_in(folder: &Path) -> BTreeSet<String> {
-    let name = |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name().to_string_lossy().into_owned();
+    let name =
+        |entry: std::io::Result<std::fs::DirEntry>| entry.unwrap().file_name().to_string_lossy().into_owned();
     std::fs::read_dir(folder).unwrap().map(name).collect()
 }
 
@@ -317,7 +331,8 @@ fn parts_that_do_not_belong_together_are_refused_by_name() {
     let ours = split_into(&gguf, &by, &at("ours"), OPTIONS);
     assert!(ours[0].ends_with("ours-Layers00-00.gguf") && ours[1].ends_with("ours-Layers-01-output.gguf"));
     let theirs = split_into(&foreign, &by, &at("theirs"), OPTIONS);
-    let message = |paths: &[PathBuf]| merge(&open_parts(paths).unwrap(), &at("out.gguf")).unwrap_err().to_string();
+    let message =
+        |paths: &[PathBuf]| merge(&open_parts(paths).unwrap(), &at("out.gguf")).unwrap_err().to_string();
     let mixed = message(&[ours[0].clone(), theirs[1].clone()]);
     assert!(mixed.contains("`general.name` differs") && mixed.contains("theirs-Layers-01-output"), "{mixed}");
     let double = message(&[ours[0].clone(), at("whole.gguf")]);
@@ -326,10 +341,12 @@ fn parts_that_do_not_belong_together_are_refused_by_name() {
     let half = message(&ours[..1]);
     assert!(half.contains("layer 1 is in no part") && half.contains("holds 0:0"), "{half}");
     assert!(message(&[at("whole.gguf")]).contains("whole file already"));
-    assert!(split(&gguf, &SplitBy::Bytes { most: 100, no_tensor_first: false }, &at("x"))
-        .unwrap_err()
-        .to_string()
-        .contains("tensor `token_embd.weight`"));
+    assert!(
+        split(&gguf, &SplitBy::Bytes { most: 100, no_tensor_first: false }, &at("x"))
+            .unwrap_err()
+            .to_string()
+            .contains("tensor `token_embd.weight`")
+    );
 }
 
 #[test]
@@ -342,11 +359,16 @@ fn a_donor_of_another_checkpoint_shape_or_model_is_refused_by_name() {
         change(&mut donor);
         donor.write(&at("donor.gguf"));
         let (base, donor) = (Gguf::open(at("base.gguf")).unwrap(), Gguf::open(at("donor.gguf")).unwrap());
-        splice(&base, &donor, &SpliceOptions::default(), &at("out.gguf")).map(|p| p.taken.len()).map_err(|e| e.to_string())
+        splice(&base, &donor, &SpliceOptions::default(), &at("out.gguf"))
+            .map(|p| p.taken.len())
+            .map_err(|e| e.to_string())
     };
     assert_eq!(refusal(&|_| {}), Ok(2));
     let label = refusal(&|m| m.metadata.set("general.name", "Tiny-0731")).unwrap_err();
-    assert!(label.contains("base `Tiny`, donor `Tiny-0731`") && label.contains("--any-checkpoint"), "{label}");
+    assert!(
+        label.contains("base `Tiny`, donor `Tiny-0731`") && label.contains("--any-checkpoint"),
+        "{label}"
+    );
     let shape = refusal(&|m| m.tensors[2].shape[0] = 4).unwrap_err();
     assert!(shape.contains("`blk.0.ffn_gate_exps.weight`: base [3, 64], donor [4, 64]"), "{shape}");
     let missing = refusal(&|m| drop(m.tensors.remove(5))).unwrap_err();
@@ -388,7 +410,12 @@ fn relabelling_keeps_the_data_in_place_or_in_a_copy() {
     assert!(InPlace::fitting(&gguf, &file).is_none());
     assert_eq!(std::fs::read(at("a.gguf")).unwrap(), std::fs::read(at("copy.gguf")).unwrap());
     assert_ne!(std::fs::read(at("a.gguf")).unwrap(), bytes);
-    assert!(relabel(&gguf, &[Edit::Unset("no.such".to_owned())], &at("u.gguf")).unwrap_err().to_string().contains("`no.such`"));
+    assert!(
+        relabel(&gguf, &[Edit::Unset("no.such".to_owned())], &at("u.gguf"))
+            .unwrap_err()
+            .to_string()
+            .contains("`no.such`")
+    );
     for wrong in ["key", "key=3", "key=u9:3", "key=u8:300", "=u8:1", "key=[u8]:1,x", "key=bool:yes"] {
         assert!(parse_value(wrong).unwrap_err().to_string().contains("KEY=TYPE:VALUE"), "{wrong}");
     }
@@ -405,7 +432,8 @@ fn a_header_that_was_half_replaced_is_finished_from_its_record() {
     let header = file.layout.header_bytes();
     drop(gguf);
     assert!(!finish_interrupted_relabel(&at("a.gguf")).unwrap());
-    let mut record = format!("{{\"file_bytes\":{},\"header_bytes\":{}}}\n", old.len(), header.len()).into_bytes();
+    let mut record =
+        format!("{{\"file_bytes\":{},\"header_bytes\":{}}}\n", old.len(), header.len()).into_bytes();
     record.extend(&header);
     // Killed at any byte of the header: the file is the old one, the new one, or a mix.
     for n_new in [0, 1, 100, header.len() / 2, header.len()] {
@@ -415,9 +443,14 @@ fn a_header_that_was_half_replaced_is_finished_from_its_record() {
         std::fs::write(at("a.gguf.relabel"), &record).unwrap();
         assert!(finish_interrupted_relabel(&at("a.gguf")).unwrap());
         let finished = std::fs::read(at("a.gguf")).unwrap();
-        assert_eq!((&finished[..header.len()], &finished[header.len()..]), (&header[..], &old[header.len()..]));
+        assert_eq!(
+            (&finished[..header.len()], &finished[header.len()..]),
+            (&header[..], &old[header.len()..])
+        );
         assert!(!at("a.gguf.relabel").exists());
     }
     std::fs::write(at("a.gguf.relabel"), &record[..record.len() - 1]).unwrap();
-    assert!(finish_interrupted_relabel(&at("a.gguf")).unwrap_err().to_string().contains("does not fit this file"));
+    assert!(
+        finish_interrupted_relabel(&at("a.gguf")).unwrap_err().to_string().contains("does not fit this file")
+    );
 }

@@ -48,7 +48,12 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             return Err(super::UsageError(wrong).into());
         }
         let name = "yours".to_owned();
-        machines.push(Machine { name, bandwidth: gigabytes * 1e9, measured: false, memory_bytes: arguments.memory });
+        machines.push(Machine {
+            name,
+            bandwidth: gigabytes * 1e9,
+            measured: false,
+            memory_bytes: arguments.memory,
+        });
     }
     let options = AccountOptions {
         contexts: arguments.context.clone(),
@@ -135,7 +140,8 @@ fn cache_tables(account: &Account) -> String {
         account.cache_bytes_per_token.to_string(),
         account.cache_fixed_bytes.to_string(),
     ]);
-    let columns = ["layers keep", "layers", "bytes a token and layer", "bytes a token", "fixed bytes a layer"];
+    let columns =
+        ["layers keep", "layers", "bytes a token and layer", "bytes a token", "fixed bytes a layer"];
     let kinds = table(&columns, 1, &rows);
     let rows: Vec<_> = account
         .contexts
@@ -149,7 +155,8 @@ fn cache_tables(account: &Account) -> String {
             ]
         })
         .collect();
-    let contexts = table(&["context", "grown", "held with windows and states", "read by the next token"], 0, &rows);
+    let contexts =
+        table(&["context", "grown", "held with windows and states", "read by the next token"], 0, &rows);
     format!("{kinds}\n\n{contexts}")
 }
 
@@ -165,7 +172,11 @@ fn ceiling_table(account: &Account) -> String {
                 Some(false) => "too large",
                 None => "not known",
             };
-            let mut row = vec![machine.name.clone(), format!("{:.0} GB/s {kind}", machine.bandwidth / 1e9), fits.to_owned()];
+            let mut row = vec![
+                machine.name.clone(),
+                format!("{:.0} GB/s {kind}", machine.bandwidth / 1e9),
+                fits.to_owned(),
+            ];
             row.extend(ceiling.tokens_per_second.iter().map(|rate| format!("{rate:.1}")));
             row
         })

@@ -113,7 +113,10 @@ fn part(arguments: &Arguments) -> anyhow::Result<Option<PlanPart>> {
     if let Some(text) = &arguments.layers {
         let parts = parse_layer_parts(text).map_err(usage_or_failure)?;
         let [part] = parts.as_slice() else {
-            return Err(UsageError(format!("--layers `{text}`: expected one part, as 0:30; `split` makes several")).into());
+            return Err(UsageError(format!(
+                "--layers `{text}`: expected one part, as 0:30; `split` makes several"
+            ))
+            .into());
         };
         return Ok(Some(PlanPart::Layers(*part)));
     }

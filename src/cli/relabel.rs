@@ -6,9 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 use gguf_tools::gguf::Gguf;
-use gguf_tools::rewrite::{
-    Edit, Edited, InPlace, finish_interrupted_relabel, parse_value, relabel,
-};
+use gguf_tools::rewrite::{Edit, Edited, InPlace, finish_interrupted_relabel, parse_value, relabel};
 use serde_json::json;
 
 use super::rewritten::{WriteArguments, inputs_of, usage_or_failure, written_text};
@@ -88,7 +86,9 @@ fn edits(arguments: &Arguments) -> anyhow::Result<Vec<Edit>> {
         edits.push(Edit::Set(key, value));
     }
     if edits.is_empty() {
-        return Err(UsageError("nothing to do; give --set, --unset, --template or --dialect".to_owned()).into());
+        return Err(
+            UsageError("nothing to do; give --set, --unset, --template or --dialect".to_owned()).into()
+        );
     }
     Ok(edits)
 }
@@ -98,7 +98,8 @@ fn text(edited: &Edited) -> String {
         return "the header stays as it is\n".to_owned();
     }
     let mut text = String::new();
-    for (verb, keys) in [("added", &edited.added), ("changed", &edited.changed), ("removed", &edited.removed)] {
+    for (verb, keys) in [("added", &edited.added), ("changed", &edited.changed), ("removed", &edited.removed)]
+    {
         for key in keys {
             text += &format!("{verb} {key}\n");
         }

@@ -57,11 +57,19 @@ impl WriteArguments {
         verb: &'static str,
     ) -> anyhow::Result<ExitCode> {
         if self.dry_run {
-            if self.json { print_json(&files_json(files))? } else { print(&files_table(files))? }
+            if self.json {
+                print_json(&files_json(files))?
+            } else {
+                print(&files_table(files))?
+            }
             return Ok(ExitCode::SUCCESS);
         }
         let written = self.write(files, inputs, verb)?;
-        if self.json { print_json(&written)? } else { print(&written_text(&written))? }
+        if self.json {
+            print_json(&written)?
+        } else {
+            print(&written_text(&written))?
+        }
         Ok(ExitCode::SUCCESS)
     }
 }
@@ -106,7 +114,8 @@ pub(crate) fn files_json(files: &[NewFile<'_>]) -> serde_json::Value {
 fn files_table(files: &[NewFile<'_>]) -> String {
     let row = |file: &NewFile<'_>| {
         let tensors = file.layout.tensors();
-        let name = |t: Option<&gguf_tools::gguf::PlacedTensor>| t.map_or("none", |t| t.name.as_str()).to_owned();
+        let name =
+            |t: Option<&gguf_tools::gguf::PlacedTensor>| t.map_or("none", |t| t.name.as_str()).to_owned();
         vec![
             file.path.display().to_string(),
             name(tensors.first()),

@@ -68,7 +68,14 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             "written": written,
         }))?;
     } else {
-        print(&(text(&plan) + &if written.is_empty() { String::new() } else { "\n".to_owned() + &written_text(&written) }))?;
+        print(
+            &(text(&plan)
+                + &if written.is_empty() {
+                    String::new()
+                } else {
+                    "\n".to_owned() + &written_text(&written)
+                }),
+        )?;
     }
     Ok(ExitCode::SUCCESS)
 }

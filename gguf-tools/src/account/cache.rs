@@ -4,10 +4,10 @@ use regex::Regex;
 use serde::Serialize;
 use std::sync::LazyLock;
 
+use super::AccountError;
 use super::facts::Facts;
 use super::headers::StoredTensor;
 use super::names::{Component, Named};
-use super::AccountError;
 use crate::model::HyperParameters;
 
 /// How values of the cache are stored.
@@ -25,7 +25,8 @@ pub enum CacheType {
 
 impl CacheType {
     /// Every type with the name that users type.
-    pub const NAMES: [(&'static str, Self); 3] = [("f16", Self::F16), ("f32", Self::F32), ("q8_0", Self::Q8_0)];
+    pub const NAMES: [(&'static str, Self); 3] =
+        [("f16", Self::F16), ("f32", Self::F32), ("q8_0", Self::Q8_0)];
 
     fn bytes(self, n_values: u64) -> u64 {
         match self {
@@ -127,7 +128,11 @@ fn deepseek4(model: &HyperParameters, layer: u32, cache_type: CacheType) -> Laye
         rows.push(CachedRows { row_bytes, every_tokens, top_k });
     }
     if ratio == 4 {
-        rows.push(CachedRows { row_bytes: cache_type.bytes(model.index_head_dim), every_tokens, top_k: None });
+        rows.push(CachedRows {
+            row_bytes: cache_type.bytes(model.index_head_dim),
+            every_tokens,
+            top_k: None,
+        });
     }
     let kind = match ratio {
         0 => "window only".to_owned(),
@@ -152,7 +157,9 @@ static PATTERNS: LazyLock<Patterns> = LazyLock::new(|| {
         latent: new(r"(^|[._])(kv_a_proj_with_mqa|kv_a_mqa|wkv_a)\.(weight|weight_packed)$"),
         key: new(r"(^|[._])(k_proj|attn_k|wk)\.(weight|weight_packed|qweight)$"),
         value: new(r"(^|[._])(v_proj|attn_v|wv)\.(weight|weight_packed|qweight)$"),
-        fused: new(r"(^|[._])(qkv_proj|attn_qkv|query_key_value|c_attn|W_pack|wqkv|qkv)\.(weight|weight_packed|qweight)$"),
+        fused: new(
+            r"(^|[._])(qkv_proj|attn_qkv|query_key_value|c_attn|W_pack|wqkv|qkv)\.(weight|weight_packed|qweight)$",
+        ),
         index_key: new(r"indexer[._](wk|k_proj|attn_k)\.(weight|weight_packed)$"),
     }
 });
@@ -166,7 +173,8 @@ fn layer_cache(
 ) -> Result<LayerCache, AccountError> {
     let has = |component: Component| tensors.iter().any(|(_, named)| named.component == component);
     let find = |pattern: &Regex, component: Component| {
-        let matches = |(_, named): &&&Sorted<'_>| named.component == component && pattern.is_match(named.rest);
+        let matches =
+            |(_, named): &&&Sorted<'_>| named.component == component && pattern.is_match(named.rest);
         tensors.iter().find(matches).map(|(tensor, _)| *tensor)
     };
     let patterns = &*PATTERNS;
@@ -183,7 +191,11 @@ fn layer_cache(
     let unknown = || AccountError::UnknownCache {
         place: place.to_owned(),
         layer,
-        tensors: tensors.iter().filter(|s| s.1.component == Component::Attention).map(|s| s.0.name.clone()).collect(),
+        tensors: tensors
+            .iter()
+            .filter(|s| s.1.component == Component::Attention)
+            .map(|s| s.0.name.clone())
+            .collect(),
     };
     // In GPTQ and AWQ files the rows of a matrix are packed along either side: only heads tell the width there.
     let unpacked = |tensor: &&StoredTensor| !tensor.name.ends_with(".qweight");
@@ -205,7 +217,8 @@ fn layer_cache(
         let value = find(&patterns.value, Component::Attention).filter(unpacked).map_or(key, rows_of);
         key.checked_add(value)
     };
-    let width = by_shape().or_else(|| facts.cache_width(layer)).filter(|&width| width > 0).ok_or_else(unknown)?;
+    let width =
+        by_shape().or_else(|| facts.cache_width(layer)).filter(|&width| width > 0).ok_or_else(unknown)?;
     let row_bytes = cache_type.bytes(width);
     let with = if has(Component::Recurrent) { " beside a recurrent part" } else { "" };
     Ok(match facts.window(layer) {

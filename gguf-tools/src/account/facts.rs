@@ -2,8 +2,8 @@
 
 use serde_json::Value as Json;
 
-use super::headers::Description;
 use super::AccountError;
+use super::headers::Description;
 use crate::gguf::{Array, Metadata, Value};
 use crate::model::HyperParameters;
 
@@ -40,7 +40,8 @@ impl<'a> Facts<'a> {
             Description::Metadata(metadata) => HyperParameters::from_metadata(metadata).ok(),
         };
         let mut facts = Self { description, deepseek4, n_layers: 0 };
-        let stated = facts.count(&["num_hidden_layers", "n_layer", "num_layers", "n_layers"], &["block_count"]);
+        let stated =
+            facts.count(&["num_hidden_layers", "n_layer", "num_layers", "n_layers"], &["block_count"]);
         let n_layers = stated.and_then(|n| u32::try_from(n).ok()).filter(|n| (1..=MAX_LAYERS).contains(n));
         facts.n_layers = n_layers.ok_or_else(|| AccountError::MissingFact {
             place: place.to_owned(),
@@ -87,11 +88,24 @@ impl<'a> Facts<'a> {
     /// Routed experts of a layer, and how many of them work on a token.
     pub(super) fn experts(&self) -> Option<(u64, u64)> {
         let all = self.count(
-            &["n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts", "num_routed_experts"],
+            &[
+                "n_routed_experts",
+                "num_experts",
+                "num_local_experts",
+                "moe_num_experts",
+                "num_routed_experts",
+            ],
             &["expert_count"],
         )?;
         let used = self.count(
-            &["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "experts_per_token"],
+            &[
+                "num_experts_per_tok",
+                "num_experts_per_token",
+                "moe_topk",
+                "moe_k",
+                "top_k_experts",
+                "experts_per_token",
+            ],
             &["expert_used_count"],
         )?;
         (all > 0 && used <= all).then_some((all, used))
@@ -101,7 +115,9 @@ impl<'a> Facts<'a> {
     pub(super) fn cache_width(&self, layer: u32) -> Option<u64> {
         let heads = self.count(&["num_attention_heads", "n_head"], &["attention.head_count"]);
         let per_layer = match self.key("attention.head_count_kv") {
-            Some(Value::Array(list)) => list.as_i64s().and_then(|l| l.get(layer as usize).copied()).map(|n| n.max(0) as u64),
+            Some(Value::Array(list)) => {
+                list.as_i64s().and_then(|l| l.get(layer as usize).copied()).map(|n| n.max(0) as u64)
+            }
             _ => None,
         };
         let kv_heads = per_layer
@@ -117,7 +133,10 @@ impl<'a> Facts<'a> {
     /// Tokens that a layer of windowed attention looks back; `None` for one that looks at everything.
     pub(super) fn window(&self, layer: u32) -> Option<u64> {
         let window = self
-            .count(&["sliding_window", "sliding_window_size", "attention_chunk_size"], &["attention.sliding_window", "attention.chunk_size"])
+            .count(
+                &["sliding_window", "sliding_window_size", "attention_chunk_size"],
+                &["attention.sliding_window", "attention.chunk_size"],
+            )
             .filter(|&n| n > 0)?;
         if self.field("use_sliding_window").and_then(Json::as_bool) == Some(false) {
             return None;
@@ -139,9 +158,18 @@ impl<'a> Facts<'a> {
             return every_nth(Some(n), layer).then_some(window);
         }
         // Architectures whose files leave the pattern to the program: every so many layers look at everything.
-        let architecture = self.metadata().and_then(|m| m.get("general.architecture")).and_then(Value::as_str);
+        let architecture =
+            self.metadata().and_then(|m| m.get("general.architecture")).and_then(Value::as_str);
         let architecture = architecture.or_else(|| self.field("model_type")?.as_str()).unwrap_or_default();
-        let patterns = [("gemma2", 2), ("gpt-oss", 2), ("gpt_oss", 2), ("gemma3", 6), ("llama4", 4), ("cohere2", 4), ("exaone4", 4)];
+        let patterns = [
+            ("gemma2", 2),
+            ("gpt-oss", 2),
+            ("gpt_oss", 2),
+            ("gemma3", 6),
+            ("llama4", 4),
+            ("cohere2", 4),
+            ("exaone4", 4),
+        ];
         match patterns.iter().find(|(name, _)| architecture.starts_with(name)) {
             Some((_, n)) => every_nth(Some(*n), layer).then_some(window),
             None => Some(window),
@@ -165,9 +193,11 @@ impl<'a> Facts<'a> {
                 Some(heads) => heads.checked_mul(self.count(&["mamba_head_dim", "mamba_d_head"], &[])?)?,
                 None => self.count(&["mamba_d_ssm"], &["ssm.inner_size"])?,
             };
-            let state = self.count(&["ssm_state_size", "mamba_d_state", "state_size"], &["ssm.state_size"])?;
+            let state =
+                self.count(&["ssm_state_size", "mamba_d_state", "state_size"], &["ssm.state_size"])?;
             let groups = self.count(&["n_groups", "mamba_n_groups"], &["ssm.group_count"]).unwrap_or(1);
-            let kernel = self.count(&["conv_kernel", "mamba_d_conv", "conv_kernel_size"], &["ssm.conv_kernel"])?;
+            let kernel =
+                self.count(&["conv_kernel", "mamba_d_conv", "conv_kernel_size"], &["ssm.conv_kernel"])?;
             let width = inner.checked_add((2 * groups).checked_mul(state)?)?;
             inner.checked_mul(state)?.checked_add(width.checked_mul(kernel.saturating_sub(1))?)
         };

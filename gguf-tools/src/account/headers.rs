@@ -168,7 +168,11 @@ impl Headers {
             }));
             headers.file_bytes += size;
             headers.overhead_bytes += size.checked_sub(data).ok_or_else(|| {
-                damaged(files, shard, format!("tensors take {data} bytes, the file has {size}; it is incomplete"))
+                damaged(
+                    files,
+                    shard,
+                    format!("tensors take {data} bytes, the file has {size}; it is incomplete"),
+                )
             })?;
             if index == 0 {
                 headers.description = Description::Metadata(header.metadata);
@@ -184,7 +188,8 @@ impl Headers {
     pub fn of_checkpoint(files: &dyn HeaderFiles) -> Result<Self, AccountError> {
         let config = json_file(files, CONFIG)?;
         let listed = files.names().map_err(|e| io_error(files, "", e))?;
-        let index = if listed.iter().any(|name| name == INDEX) { Some(json_file(files, INDEX)?) } else { None };
+        let index =
+            if listed.iter().any(|name| name == INDEX) { Some(json_file(files, INDEX)?) } else { None };
         let weight_map = index.as_ref().and_then(|index| index.get("weight_map")).and_then(Json::as_object);
         let names: BTreeSet<String> = match weight_map {
             Some(map) => map.values().filter_map(Json::as_str).map(str::to_owned).collect(),
@@ -199,7 +204,11 @@ impl Headers {
             let (entries, size, header_bytes) = safetensors_header(files, name)?;
             for tensor in entries {
                 if let Some(other) = tensors.insert(tensor.name.clone(), tensor) {
-                    return Err(damaged(files, name, format!("tensor `{}` is in another file too", other.name)));
+                    return Err(damaged(
+                        files,
+                        name,
+                        format!("tensor `{}` is in another file too", other.name),
+                    ));
                 }
             }
             file_bytes += size;

@@ -66,7 +66,8 @@ pub enum AccountError {
     },
     /// A layer with attention of an unknown kind.
     #[error(
-        "layer {layer} of `{place}`: what it keeps for a token cannot be told from its attention tensors and the description\n  {}\n  please report these names and the model they belong to", shown(tensors)
+        "layer {layer} of `{place}`: what it keeps for a token cannot be told from its attention tensors and the description\n  {}\n  please report these names and the model they belong to",
+        shown(tensors)
     )]
     UnknownCache {
         /// The model.
@@ -225,7 +226,9 @@ impl Account {
         let layers = cache::layer_caches(&sorted, &facts, options.cache_type, &headers.place)?;
         let mut findings = promises::findings(headers, &sorted, &facts);
         if layers.iter().any(|layer| layer.state_bytes.is_none()) {
-            findings.push("the size of recurrent states is not told by the description; they are left out".to_owned());
+            findings.push(
+                "the size of recurrent states is not told by the description; they are left out".to_owned(),
+            );
         }
         let contexts: Vec<AtContext> = options.contexts.iter().map(|&c| at_context(&layers, c)).collect();
         let data_bytes = headers.data_bytes();
@@ -344,11 +347,7 @@ fn token_bytes(components: &[ComponentTotal]) -> TokenBytes {
         let of = components.iter().filter(|total| total.component.reading() == reading);
         of.map(|total| total.bytes_per_token).fold(0, u64::saturating_add)
     };
-    TokenBytes {
-        dense: sum(Reading::Whole),
-        routed: sum(Reading::ByExpert),
-        looked_up: sum(Reading::OneRow),
-    }
+    TokenBytes { dense: sum(Reading::Whole), routed: sum(Reading::ByExpert), looked_up: sum(Reading::OneRow) }
 }
 
 fn at_context(layers: &[LayerCache], context: u64) -> AtContext {

@@ -110,7 +110,9 @@ impl Component {
         match self {
             Self::RoutedGate | Self::RoutedUp | Self::RoutedGateUp | Self::RoutedDown => Reading::ByExpert,
             Self::Embedding | Self::RoutingTable => Reading::OneRow,
-            Self::SelectionBias | Self::Drafting | Self::Vision | Self::Audio | Self::Unread => Reading::Apart,
+            Self::SelectionBias | Self::Drafting | Self::Vision | Self::Audio | Self::Unread => {
+                Reading::Apart
+            }
             _ => Reading::Whole,
         }
     }
@@ -159,9 +161,15 @@ static APART: LazyLock<Vec<Rule>> = LazyLock::new(|| {
     use Component::{Audio, Drafting, Unread, Vision};
     compile(&[
         (Drafting, r"(^|\.)(mtp|mtp_block|mtp_layers|nextn|eagle|dspark|draft)[._]"),
-        (Audio, r"(^|\.)(audio|audio_tower|audio_model|audio_encoder|sound_encoder|sound_projection|speech\w*|talker|code2wav|token2wav|embed_audio|multi_modal_projector_audio)\."),
+        (
+            Audio,
+            r"(^|\.)(audio|audio_tower|audio_model|audio_encoder|sound_encoder|sound_projection|speech\w*|talker|code2wav|token2wav|embed_audio|multi_modal_projector_audio)\.",
+        ),
         (Audio, r"^(a|mm\.a)\."),
-        (Vision, r"(^|\.)(visual|vision|vision_tower|vision_model|vision_encoder|vision_embed_tokens|vision_adapter|vision_projector|vit|vit_large_projector|aligner|multi_modal_projector|mm_projector|mlp1|embed_vision|patch_merger|pre_mm_projector_norm)\."),
+        (
+            Vision,
+            r"(^|\.)(visual|vision|vision_tower|vision_model|vision_encoder|vision_embed_tokens|vision_adapter|vision_projector|vit|vit_large_projector|aligner|multi_modal_projector|mm_projector|mlp1|embed_vision|patch_merger|pre_mm_projector_norm)\.",
+        ),
         (Vision, r"^(v|mm)\.|^(model\.)?image_|^radio_model\.|^view_seperator|^resampler\."),
         (Unread, r"rotary_emb\.inv_freq$|(^|\.)rotary_pos_emb\.|\.attn\.(masked_)?bias$"),
     ])
@@ -173,23 +181,44 @@ static IN_LAYER: LazyLock<Vec<Rule>> = LazyLock::new(|| {
     compile(&[
         (Drafting, r"^(nextn\.|eh_proj|enorm|hnorm|shared_head\.|embed_tokens\.)"),
         (HyperConnection, r"^(hc_|hyper_connection|attn_hc|ffn_hc|mhc)"),
-        (SelectionBias, r"(^|\.)(exp_probs_b(_vl)?(\.bias)?|e_score_correction_bias|expert_bias|ffn\.gate\.bias(_vl)?|moe_statics\.\w+)$"),
+        (
+            SelectionBias,
+            r"(^|\.)(exp_probs_b(_vl)?(\.bias)?|e_score_correction_bias|expert_bias|ffn\.gate\.bias(_vl)?|moe_statics\.\w+)$",
+        ),
         (RoutingTable, r"(^|\.)(tid2eid|ffn_gate_tid2eid)(\.|$)"),
         (Indexer, r"(^|\.)indexer[._]|^attn_indexer"),
         (Compressor, r"(^|\.)(attn_)?compressor[._]"),
-        (SharedExpert, r"(^|\.|_)(shared_experts?|share_expert|shared_mlp|shared_expert_gate)(\.|_|$)|_shexp(\.|$)"),
+        (
+            SharedExpert,
+            r"(^|\.|_)(shared_experts?|share_expert|shared_mlp|shared_expert_gate)(\.|_|$)|_shexp(\.|$)",
+        ),
         // Norms inside a recurrent block belong to it.
-        (Recurrent, r"^(linear_attn|mamba|ssm|ssm_\w+|time_mix\w*|channel_mix\w*|shortconv|short_conv|conv|delta_net|kda|linear_attention|recurrent)[._]|^ssm_"),
+        (
+            Recurrent,
+            r"^(linear_attn|mamba|ssm|ssm_\w+|time_mix\w*|channel_mix\w*|shortconv|short_conv|conv|delta_net|kda|linear_attention|recurrent)[._]|^ssm_",
+        ),
         (Recurrent, r"^mixer\.(in_proj|out_proj|conv1d|A_log|D|dt_bias|dt_proj|x_proj|norm|A|B|C)(\.|$)"),
-        (RoutedGateUp, r"(^|\.)(local_)?experts(\.\d+)?\.(gate_up_proj|gate_and_up_proj|w13|gate_up|linear_fc1)|ffn_gate_up_exps"),
+        (
+            RoutedGateUp,
+            r"(^|\.)(local_)?experts(\.\d+)?\.(gate_up_proj|gate_and_up_proj|w13|gate_up|linear_fc1)|ffn_gate_up_exps",
+        ),
         (RoutedGate, r"(^|\.)(local_)?experts(\.\d+)?\.(gate_proj|w1|gate|linear_v)([._]|$)|ffn_gate_exps"),
         (RoutedUp, r"(^|\.)(local_)?experts(\.\d+)?\.(up_proj|w3|up)([._]|$)|ffn_up_exps"),
         (RoutedDown, r"(^|\.)(local_)?experts(\.\d+)?\.(down_proj|w2|down|linear_fc2)([._]|$)|ffn_down_exps"),
-        (Norm, r"(^|\.)(attn_)?sinks?(\.(weight|bias))?$|(^|[._])\w*(layernorm|layer_norm|rmsnorm|norm|norm\d|ln_\w+)(_\d)?(\.(weight|bias|scale|norm\.weight))?$"),
-        (Router, r"(^|\.)(ffn_gate_inp|router|gate_weight|(mlp|block_sparse_moe|ffn|mixer|moe|feed_forward|mlp\.moe)\.(gate|router))(\.|$)"),
+        (
+            Norm,
+            r"(^|\.)(attn_)?sinks?(\.(weight|bias))?$|(^|[._])\w*(layernorm|layer_norm|rmsnorm|norm|norm\d|ln_\w+)(_\d)?(\.(weight|bias|scale|norm\.weight))?$",
+        ),
+        (
+            Router,
+            r"(^|\.)(ffn_gate_inp|router|gate_weight|(mlp|block_sparse_moe|ffn|mixer|moe|feed_forward|mlp\.moe)\.(gate|router))(\.|$)",
+        ),
         (Attention, r"^(self_attn|attn|attention|self_attention|cross_attn|temporal_block)[._]"),
         (Attention, r"^(attn_\w+|mixer\.[qkvo]_proj|mixer\.qkv_proj|wq|wk|wv|wo|attn)(\.|$)"),
-        (FeedForward, r"^(mlp|feed_forward|ffn|mixer|block_sparse_moe|moe)\.((\w+_)?(gate|up|down|gate_up)_proj|w[123]|c_fc|c_proj|fc[12]|fc[12]_latent_proj|dense_\w+|gate|up|down|up_gate_proj)(\.|$)"),
+        (
+            FeedForward,
+            r"^(mlp|feed_forward|ffn|mixer|block_sparse_moe|moe)\.((\w+_)?(gate|up|down|gate_up)_proj|w[123]|c_fc|c_proj|fc[12]|fc[12]_latent_proj|dense_\w+|gate|up|down|up_gate_proj)(\.|$)",
+        ),
         (FeedForward, r"^ffn_(gate|up|down|gate_up|latent_in|latent_out)(\.|$)"),
         (Norm, r"^(layer_scalar|layer_output_scale|residual_scale|attn_scale)(\.weight)?$"),
     ])
@@ -200,16 +229,23 @@ static OUTSIDE: LazyLock<Vec<Rule>> = LazyLock::new(|| {
     use Component::*;
     compile(&[
         (HyperConnection, r"^(hc_head|output_hc)_"),
-        (Norm, r"^(norm|norm_f|final_norm|final_layernorm|final_layer_norm|ln_f|output_norm|embedding_norm|token_embd_norm|embed_norm|embeddings\.norm)(\.(weight|bias))?$"),
-        (Embedding, r"^(embed|embed_tokens|embed_in|embeddings?|word_embeddings|tok_embeddings|token_embd|wte|wpe|position_embd|token_types|embeddings\.word_embeddings)(\.|$)"),
+        (
+            Norm,
+            r"^(norm|norm_f|final_norm|final_layernorm|final_layer_norm|ln_f|output_norm|embedding_norm|token_embd_norm|embed_norm|embeddings\.norm)(\.(weight|bias))?$",
+        ),
+        (
+            Embedding,
+            r"^(embed|embed_tokens|embed_in|embeddings?|word_embeddings|tok_embeddings|token_embd|wte|wpe|position_embd|token_types|embeddings\.word_embeddings)(\.|$)",
+        ),
         (Output, r"^(lm_head|head|output|embed_out|output_layer)(\.|$)"),
         (Norm, r"^rope_(freqs|factors_long|factors_short)(\.weight)?$"),
     ])
 });
 
 /// Layers under their numbers: `layers.7.`, `blk.7.`, `h.7.`.
-static LAYER: LazyLock<Regex> =
-    LazyLock::new(|| Regex::new(r"^(?:layers|blk|h|blocks|decoder\.layers)\.(\d+)\.").expect("the pattern is right"));
+static LAYER: LazyLock<Regex> = LazyLock::new(|| {
+    Regex::new(r"^(?:layers|blk|h|blocks|decoder\.layers)\.(\d+)\.").expect("the pattern is right")
+});
 
 /// What a tensor is; `None` if no rule knows its name. `n_layers`: main layers; later ones draft.
 pub fn name_of(name: &str, n_layers: u32) -> Option<Named<'_>> {
@@ -352,9 +388,17 @@ mod tests {
 
     #[test]
     fn what_nobody_knows_is_no_component() {
-        for name in ["blk.0.surprise.weight", "model.layers.0.surprise.weight", "surprise", "model.layers.x.mlp.up_proj.weight"] {
+        for name in [
+            "blk.0.surprise.weight",
+            "model.layers.0.surprise.weight",
+            "surprise",
+            "model.layers.x.mlp.up_proj.weight",
+        ] {
             assert_eq!(name_of(name, 40), None, "{name}");
         }
-        assert_eq!(name_of("model.layers.7.self_attn.k_proj.weight", 40).unwrap().rest, "self_attn.k_proj.weight");
+        assert_eq!(
+            name_of("model.layers.7.self_attn.k_proj.weight", 40).unwrap().rest,
+            "self_attn.k_proj.weight"
+        );
     }
 }

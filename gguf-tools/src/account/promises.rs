@@ -24,7 +24,13 @@ pub(super) fn findings(headers: &Headers, tensors: &[Sorted<'_>], facts: &Facts<
         format!("index has {n} {}", if n == 1 { "tensor" } else { "tensors" })
     };
     let layers = facts.count(
-        &["num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers", "mtp_num_layers", "num_mtp_modules"],
+        &[
+            "num_nextn_predict_layers",
+            "mtp_num_hidden_layers",
+            "num_mtp_layers",
+            "mtp_num_layers",
+            "num_mtp_modules",
+        ],
         &["nextn_predict_layers"],
     );
     let n_draft = layers.unwrap_or(0);
@@ -46,10 +52,15 @@ pub(super) fn findings(headers: &Headers, tensors: &[Sorted<'_>], facts: &Facts<
     let tied = facts.field("tie_word_embeddings").and_then(Json::as_bool);
     let has_head = count(Component::Output) > 0;
     if tied == Some(false) && !has_head {
-        findings.push(format!("{called} says that the output head is not tied to the embedding, index has no output head"));
+        findings.push(format!(
+            "{called} says that the output head is not tied to the embedding, index has no output head"
+        ));
     }
     if tied == Some(true) && has_head {
-        findings.push(format!("{called} says that the output head is tied to the embedding, {}", of(Component::Output)));
+        findings.push(format!(
+            "{called} says that the output head is tied to the embedding, {}",
+            of(Component::Output)
+        ));
     }
     findings.extend(expert_counts(tensors, facts));
     findings.extend(quantization(headers, facts));
@@ -77,10 +88,15 @@ fn missing_layers(tensors: &[Sorted<'_>], facts: &Facts<'_>) -> Option<String> {
 fn expert_counts(tensors: &[Sorted<'_>], facts: &Facts<'_>) -> Option<String> {
     let (promised, _) = facts.experts()?;
     let routed = |component: Component| {
-        matches!(component, Component::RoutedGate | Component::RoutedUp | Component::RoutedDown | Component::RoutedGateUp)
+        matches!(
+            component,
+            Component::RoutedGate | Component::RoutedUp | Component::RoutedDown | Component::RoutedGateUp
+        )
     };
-    let number = |rest: &str| -> Option<u64> { rest.split_once("experts.")?.1.split('.').next()?.parse().ok() };
-    let highest = tensors.iter().filter(|(_, n)| routed(n.component)).filter_map(|(_, n)| number(n.rest)).max()?;
+    let number =
+        |rest: &str| -> Option<u64> { rest.split_once("experts.")?.1.split('.').next()?.parse().ok() };
+    let highest =
+        tensors.iter().filter(|(_, n)| routed(n.component)).filter_map(|(_, n)| number(n.rest)).max()?;
     (highest + 1 != promised).then(|| {
         format!("{} says {promised} routed experts, index has numbers up to {highest}", facts.called())
     })
@@ -88,11 +104,14 @@ fn expert_counts(tensors: &[Sorted<'_>], facts: &Facts<'_>) -> Option<String> {
 
 fn quantization(headers: &Headers, facts: &Facts<'_>) -> Vec<String> {
     let Some(config) = facts.config() else { return Vec::new() };
-    let Some(settings) = config.get("quantization_config").or_else(|| facts.field("quantization_config")) else {
+    let Some(settings) = config.get("quantization_config").or_else(|| facts.field("quantization_config"))
+    else {
         return Vec::new();
     };
     let mut findings = Vec::new();
-    let is_scale = |name: &str| ["scale", "qweight", "absmax", "qzeros", "weight_shape"].iter().any(|s| name.contains(s));
+    let is_scale = |name: &str| {
+        ["scale", "qweight", "absmax", "qzeros", "weight_shape"].iter().any(|s| name.contains(s))
+    };
     if !headers.tensors.iter().any(|t| is_scale(&t.name)) {
         let method = settings.get("quant_method").and_then(Json::as_str).unwrap_or("unnamed");
         findings.push(format!("config says the weights are quantized (`{method}`), index has no scales"));

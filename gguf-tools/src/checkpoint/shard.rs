@@ -196,7 +196,10 @@ pub(crate) fn header_entries(json: &[u8], data_bytes: u64) -> Result<Vec<HeaderE
         ));
     }
     if expected_start < data_bytes {
-        return Err(format!("{} bytes follow the last tensor; the file is damaged", data_bytes - expected_start));
+        return Err(format!(
+            "{} bytes follow the last tensor; the file is damaged",
+            data_bytes - expected_start
+        ));
     }
     Ok(regions)
 }

@@ -107,7 +107,9 @@ impl Gguf {
         let plan = plan_of(&shards[0]);
         for shard in shards.iter().filter(|shard| plan_of(shard) != plan) {
             let (one, other) = (shards[0].path.display(), shard.path.display());
-            problems.push(format!("`{one}` and `{other}` were built from different plans (key `{PART_PLAN_KEY}`)"));
+            problems.push(format!(
+                "`{one}` and `{other}` were built from different plans (key `{PART_PLAN_KEY}`)"
+            ));
         }
         let mut gguf = Self {
             metadata: Metadata::default(),

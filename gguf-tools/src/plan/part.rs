@@ -93,8 +93,15 @@ impl Plan {
         for (tensor, placed) in tensors.iter_mut().zip(layout.tensors()) {
             tensor.offset_bytes = placed.offset_bytes;
         }
-        let fallbacks = self.fallbacks.iter().filter(|f| tensors.iter().any(|t| t.spec.gguf_name == f.tensor));
-        Ok(Self { fallbacks: fallbacks.cloned().collect(), tensors, layout, part: Some(part), ..self.clone() })
+        let fallbacks =
+            self.fallbacks.iter().filter(|f| tensors.iter().any(|t| t.spec.gguf_name == f.tensor));
+        Ok(Self {
+            fallbacks: fallbacks.cloned().collect(),
+            tensors,
+            layout,
+            part: Some(part),
+            ..self.clone()
+        })
     }
 }
 

@@ -62,9 +62,7 @@ pub enum RewriteError {
         source: std::io::Error,
     },
     /// The caller asked to stop.
-    #[error(
-        "stopped with {done_bytes} of {total_bytes} bytes written; run the same command again to go on"
-    )]
+    #[error("stopped with {done_bytes} of {total_bytes} bytes written; run the same command again to go on")]
     Interrupted {
         /// Bytes that are done.
         done_bytes: u64,

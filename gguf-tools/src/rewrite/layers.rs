@@ -39,16 +39,8 @@ pub(crate) enum Place {
 }
 
 /// Beginnings of the names of tensors in front of the layers, and behind them.
-const INPUT: [&str; 8] = [
-    "token_embd",
-    "token_types",
-    "position_embd",
-    "per_layer_",
-    "altup_proj",
-    "rope_",
-    "conv1d",
-    "embed",
-];
+const INPUT: [&str; 8] =
+    ["token_embd", "token_types", "position_embd", "per_layer_", "altup_proj", "rope_", "conv1d", "embed"];
 const OUTPUT: [&str; 6] = ["output", "cls", "mtp.", "nextn.", "altup_unembd_proj", "dense_"];
 
 impl Place {
@@ -60,11 +52,7 @@ impl Place {
             return Some(if layer < n_layers { Self::Layer(layer) } else { Self::Output });
         }
         let begins = |starts: &[&str]| starts.iter().any(|start| name.starts_with(start));
-        if begins(&INPUT) {
-            Some(Self::Input)
-        } else {
-            begins(&OUTPUT).then_some(Self::Output)
-        }
+        if begins(&INPUT) { Some(Self::Input) } else { begins(&OUTPUT).then_some(Self::Output) }
     }
 }
 
@@ -98,7 +86,9 @@ impl LayerPart {
         if let (Some(first), Some(last)) = (first, last)
             && layers.len() as u64 != u64::from(last - first) + 1
         {
-            return Err(format!("its layers are not consecutive, between {first} and {last} some are missing"));
+            return Err(format!(
+                "its layers are not consecutive, between {first} and {last} some are missing"
+            ));
         }
         if input != (first == Some(0)) {
             let problem = if input {
@@ -131,7 +121,9 @@ pub fn parse_layer_parts(text: &str) -> Result<Vec<LayerPart>, RewriteError> {
 
 fn parse_part(text: &str) -> Result<LayerPart, RewriteError> {
     let wrong = || {
-        RewriteError::request(format!("layers `{text}`: expected FIRST:LAST or FIRST:output, as 0:30 or 31:output"))
+        RewriteError::request(format!(
+            "layers `{text}`: expected FIRST:LAST or FIRST:output, as 0:30 or 31:output"
+        ))
     };
     if text == "output" {
         return Ok(LayerPart { first: None, last: None, output: true });
@@ -171,11 +163,15 @@ pub(super) fn cover_problems(parts: &[LayerPart], n_layers: u32) -> Vec<String> 
         }
     }
     problems.extend(bad.into_iter().map(|(first, last, is_gap)| {
-        let layers = if first == last { format!("layer {first} is") } else { format!("layers {first} to {last} are") };
+        let layers =
+            if first == last { format!("layer {first} is") } else { format!("layers {first} to {last} are") };
         format!("{layers} in {}", if is_gap { "no part" } else { "more than one part" })
     }));
     match times(Place::Output) {
-        0 => problems.push(format!("the output head is in no part; end with FIRST:output instead of FIRST:{}", n_layers.saturating_sub(1))),
+        0 => problems.push(format!(
+            "the output head is in no part; end with FIRST:output instead of FIRST:{}",
+            n_layers.saturating_sub(1)
+        )),
         1 => {}
         _ => problems.push("the output head is in more than one part".to_owned()),
     }
@@ -214,8 +210,14 @@ mod tests {
         assert_eq!(problems("0,1,2,3:output", 4), "");
         assert_eq!(problems("0:1,1:output", 4), "layer 1 is in more than one part");
         assert_eq!(problems("0:0,2:output", 4), "layer 1 is in no part");
-        assert_eq!(problems("0:0,4:9", 12), "layers 1 to 3 are in no part; layers 10 to 11 are in no part; the output head is in no part; end with FIRST:output instead of FIRST:11");
-        assert_eq!(problems("0:1,2:3", 4), "the output head is in no part; end with FIRST:output instead of FIRST:3");
+        assert_eq!(
+            problems("0:0,4:9", 12),
+            "layers 1 to 3 are in no part; layers 10 to 11 are in no part; the output head is in no part; end with FIRST:output instead of FIRST:11"
+        );
+        assert_eq!(
+            problems("0:1,2:3", 4),
+            "the output head is in no part; end with FIRST:output instead of FIRST:3"
+        );
         assert!(problems("0:1,2:7,8:output", 4).contains("part 2:7: the model has layers 0 to 3"));
         for wrong in ["", "a:b", "3:1", "0:1,", ":output", "0-3"] {
             assert!(parse_layer_parts(wrong).unwrap_err().to_string().contains("FIRST:LAST"), "{wrong}");

@@ -90,7 +90,9 @@ fn merge_layers<'a>(parts: &'a [Gguf], out: &Path) -> Result<NewFile<'a>, Rewrit
     }
     if problems.is_empty() && parts.len() == 1 && cover_problems(&[files[0].part], n_layers).is_empty() {
         let path = parts[0].shards()[0].path.display();
-        return Err(RewriteError::request(format!("`{path}` is a whole file already; there is nothing to merge")));
+        return Err(RewriteError::request(format!(
+            "`{path}` is a whole file already; there is nothing to merge"
+        )));
     }
     for file in &files[1.min(files.len())..] {
         problems.extend(metadata_differences(files[0].gguf, file.gguf));
@@ -140,7 +142,12 @@ fn double_tensors(parts: &[Gguf]) -> Vec<String> {
         for tensor in gguf.tensors() {
             if let Some(other) = seen.insert(&tensor.name, gguf) {
                 let path = |gguf: &Gguf| gguf.shards()[0].path.display().to_string();
-                problems.push(format!("tensor `{}` is in `{}` and in `{}`", tensor.name, path(other), path(gguf)));
+                problems.push(format!(
+                    "tensor `{}` is in `{}` and in `{}`",
+                    tensor.name,
+                    path(other),
+                    path(gguf)
+                ));
             }
         }
     }

@@ -53,8 +53,14 @@ pub struct EditError {
 }
 
 /// Keys that describe how the tensors were made and lie, not the model: a template never replaces them.
-const ABOUT_THE_TENSORS: [&str; 6] =
-    ["general.alignment", "general.file_type", "general.quantization_version", "quantize.", "ggsmith.", "split."];
+const ABOUT_THE_TENSORS: [&str; 6] = [
+    "general.alignment",
+    "general.file_type",
+    "general.quantization_version",
+    "quantize.",
+    "ggsmith.",
+    "split.",
+];
 
 /// Reads `KEY=TYPE:VALUE`; lists as `KEY=[i32]:1,2,3`.
 ///
@@ -149,7 +155,9 @@ pub fn relabel<'a>(
         match edit {
             Edit::Set(key, value) => metadata.set(key.clone(), value.clone()),
             Edit::Unset(key) => drop(metadata.remove(key).ok_or_else(|| {
-                RewriteError::request(format!("key `{key}`: not in the file; `ggsmith inspect --metadata` lists its keys"))
+                RewriteError::request(format!(
+                    "key `{key}`: not in the file; `ggsmith inspect --metadata` lists its keys"
+                ))
             })?),
             Edit::Template(template) => metadata = from_template(template, &metadata),
             Edit::Dialect => {
@@ -163,7 +171,9 @@ pub fn relabel<'a>(
         Some(&Value::U32(alignment)) => alignment,
         Some(other) => {
             let found = other.type_name();
-            return Err(RewriteError::request(format!("key `general.alignment`: found a value of type {found}, expected u32")));
+            return Err(RewriteError::request(format!(
+                "key `general.alignment`: found a value of type {found}, expected u32"
+            )));
         }
     };
     let origins: Vec<_> = gguf.tensors().iter().map(|tensor| Origin { gguf, tensor }).collect();
@@ -171,9 +181,13 @@ pub fn relabel<'a>(
     let mut file = NewFile::new(out.to_owned(), metadata.clone(), origins, alignment)?;
     if !renamed.is_empty() {
         let new_name = |tensor: &NewTensor| {
-            renamed.iter().find(|(old, _)| *old == tensor.name).map_or_else(|| tensor.name.clone(), |(_, new)| new.clone())
+            renamed
+                .iter()
+                .find(|(old, _)| *old == tensor.name)
+                .map_or_else(|| tensor.name.clone(), |(_, new)| new.clone())
         };
-        let tensors = gguf.tensors().iter().map(NewTensor::from).map(|t| NewTensor { name: new_name(&t), ..t });
+        let tensors =
+            gguf.tensors().iter().map(NewTensor::from).map(|t| NewTensor { name: new_name(&t), ..t });
         file.layout = crate::gguf::Layout::new(metadata, tensors.collect(), alignment)?;
     }
     Ok((file, edited))
@@ -252,10 +266,13 @@ fn differences(old: &Metadata, new: &Metadata, renamed: &[(String, String)]) -> 
         match old.get(key) {
             None => edited.added.push(key.to_owned()),
             // As text, since NaN is not equal to itself.
-            Some(before) if format!("{before:?}") != format!("{value:?}") => edited.changed.push(key.to_owned()),
+            Some(before) if format!("{before:?}") != format!("{value:?}") => {
+                edited.changed.push(key.to_owned())
+            }
             Some(_) => {}
         }
     }
-    edited.removed = old.iter().map(|(key, _)| key).filter(|key| new.get(key).is_none()).map(str::to_owned).collect();
+    edited.removed =
+        old.iter().map(|(key, _)| key).filter(|key| new.get(key).is_none()).map(str::to_owned).collect();
     edited
 }

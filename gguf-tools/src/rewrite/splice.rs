@@ -142,10 +142,13 @@ pub fn splice<'a>(
 fn chooses(options: &SpliceOptions, name: &str) -> bool {
     let layer = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.')?.0.parse::<u32>().ok());
     let in_layers = options.layers.is_empty()
-        || layer.is_some_and(|layer| options.layers.iter().any(|&(first, last)| (first..=last).contains(&layer)));
+        || layer
+            .is_some_and(|layer| options.layers.iter().any(|&(first, last)| (first..=last).contains(&layer)));
     let by_name = match &options.tensors {
         Some(pattern) => pattern.is_match(name),
-        None => ["gate", "up", "down", "gate_up"].iter().any(|p| name.ends_with(&format!(".ffn_{p}_exps.weight"))),
+        None => {
+            ["gate", "up", "down", "gate_up"].iter().any(|p| name.ends_with(&format!(".ffn_{p}_exps.weight")))
+        }
     };
     in_layers && by_name
 }
@@ -156,10 +159,8 @@ fn tensor_differences(base: &Gguf, donor: &Gguf) -> Vec<String> {
     for tensor in base.tensors() {
         match donor.tensor(&tensor.name) {
             None => problems.push(format!("tensor `{}` is in the base only", tensor.name)),
-            Some(other) if other.shape != tensor.shape => problems.push(format!(
-                "tensor `{}`: base {:?}, donor {:?}",
-                tensor.name, tensor.shape, other.shape
-            )),
+            Some(other) if other.shape != tensor.shape => problems
+                .push(format!("tensor `{}`: base {:?}, donor {:?}", tensor.name, tensor.shape, other.shape)),
             Some(_) => {}
         }
     }
@@ -198,7 +199,8 @@ fn checkpoint_differences(base: &Metadata, donor: &Metadata) -> (Vec<String>, Ve
             problems.push(format!("checkpoint label: base `{ours}`, donor `{theirs}`"));
         }
         (Some(_), Some(_)) => {}
-        _ => warnings.push("a file names no checkpoint, so whether both come from the same is not known".to_owned()),
+        _ => warnings
+            .push("a file names no checkpoint, so whether both come from the same is not known".to_owned()),
     }
     if let (Some(ours), Some(theirs)) = (text(base, REVISION_KEY), text(donor, REVISION_KEY))
         && ours != theirs
@@ -227,7 +229,8 @@ fn record(metadata: &mut Metadata, donor: &Gguf, options: &SpliceOptions) {
         Some(pattern) => pattern.as_str(),
         None => "routed experts",
     };
-    metadata.set("ggsmith.splice.layers", if ranges.is_empty() { "all".to_owned() } else { ranges.join(",") });
+    metadata
+        .set("ggsmith.splice.layers", if ranges.is_empty() { "all".to_owned() } else { ranges.join(",") });
     metadata.set("ggsmith.splice.tensors", chosen);
     let copied = [
         (LABEL_KEYS[0], "label"),

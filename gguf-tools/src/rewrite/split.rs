@@ -4,7 +4,9 @@ use std::path::{Path, PathBuf};
 
 use super::layers::{Place, cover_problems, layer_count};
 use super::{LayerPart, NewFile, Origin, POSITIONS_KEY, RewriteError, SPLIT_KEYS};
-use crate::gguf::{Array, DEFAULT_ALIGNMENT, Gguf, Layout, Metadata, NewTensor, PART_PLAN_KEY, TensorInfo, Value};
+use crate::gguf::{
+    Array, DEFAULT_ALIGNMENT, Gguf, Layout, Metadata, NewTensor, PART_PLAN_KEY, TensorInfo, Value,
+};
 
 /// How a file is divided.
 #[derive(Debug, Clone, PartialEq, Eq)]

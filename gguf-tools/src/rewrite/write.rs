@@ -190,9 +190,9 @@ impl<'a> Job<'a> {
             source,
         };
         match result {
-            Ok(()) => file
-                .sync_all()
-                .map_err(|source| fail(self.file.layout.file_bytes(), "waiting for the disk".to_owned(), source)),
+            Ok(()) => file.sync_all().map_err(|source| {
+                fail(self.file.layout.file_bytes(), "waiting for the disk".to_owned(), source)
+            }),
             Err(Stopped { offset_bytes, error: None, .. }) => {
                 Err(RewriteError::Interrupted { done_bytes: offset_bytes, total_bytes: 0 })
             }
@@ -264,7 +264,8 @@ fn check_room(jobs: &[Job<'_>]) -> Result<(), RewriteError> {
 fn unshared_bytes(job: &Job<'_>) -> u64 {
     const BLOCK: u64 = 4096;
     let data = |(placed, origin): (&crate::gguf::PlacedTensor, &super::Origin<'_>)| {
-        let from = origin.gguf.shards()[origin.tensor.shard_index].data_offset_bytes + origin.tensor.offset_bytes;
+        let from =
+            origin.gguf.shards()[origin.tensor.shard_index].data_offset_bytes + origin.tensor.offset_bytes;
         let aligned = from.is_multiple_of(BLOCK) && placed.offset_bytes.is_multiple_of(BLOCK);
         if aligned { placed.n_bytes % BLOCK + BLOCK } else { placed.n_bytes }
     };
