@@ -64,7 +64,8 @@ pub struct LayerCache {
 impl LayerCache {
     /// Bytes that a token leaves behind.
     pub fn bytes_per_token(&self) -> f64 {
-        self.rows.iter().map(|rows| rows.row_bytes as f64 / rows.every_tokens as f64).sum()
+        // A sum of nothing would be -0.
+        self.rows.iter().fold(0.0, |sum, rows| sum + rows.row_bytes as f64 / rows.every_tokens as f64)
     }
 
     /// Bytes that grew up to a context of so many tokens.

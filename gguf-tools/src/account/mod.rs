@@ -255,7 +255,7 @@ impl Account {
             bytes_per_token: token.total(),
             token,
             cache_type: options.cache_type,
-            cache_bytes_per_token: layers.iter().map(LayerCache::bytes_per_token).sum(),
+            cache_bytes_per_token: layers.iter().fold(0.0, |sum, layer| sum + layer.bytes_per_token()),
             cache_fixed_bytes: layers.iter().map(LayerCache::fixed_bytes).fold(0, u64::saturating_add),
             caches: kinds(layers),
             contexts,
