@@ -23,7 +23,7 @@ pub(crate) struct Arguments {
     #[arg(long, value_name = "TYPE", default_value = "f16", value_parser = ["f16", "f32", "q8_0"])]
     kv_type: String,
     /// A machine of your own: what it reads from memory, in GB/s.
-    #[arg(long, value_name = "GB/S")]
+    #[arg(long, value_name = "GB/S", allow_negative_numbers = true)]
     bandwidth: Option<f64>,
     /// Memory of that machine that holds the weights: 24GB.
     #[arg(long, value_name = "SIZE", requires = "bandwidth", value_parser = units::parse_bytes)]
