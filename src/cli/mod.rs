@@ -1,18 +1,25 @@
 //! The commands. Each file: the arguments of one, and what it prints.
 
+mod account;
 mod arguments;
 mod bench;
 mod compare;
+mod diff;
 mod doctor;
 mod imatrix;
 mod inspect;
+mod merge;
 mod model;
 mod plan;
 mod quantize;
 mod quickstart;
+mod relabel;
+mod rewritten;
 mod run;
 mod score;
 mod shell;
+mod splice;
+mod split;
 mod steer;
 mod steering;
 mod synth;
@@ -50,6 +57,18 @@ enum Command {
     Verify(verify::Arguments),
     /// Compare a GGUF with the checkpoint it was made from.
     Compare(compare::Arguments),
+    /// What a decoded token costs: bytes by family, caches, ceilings of machines; from headers alone.
+    Account(account::Arguments),
+    /// Divide a GGUF into shards or into files by layers.
+    Split(split::Arguments),
+    /// Put a split set or layer files back into one file.
+    Merge(merge::Arguments),
+    /// Take some tensors of a file from another.
+    Splice(splice::Arguments),
+    /// Change metadata without touching tensors.
+    Relabel(relabel::Arguments),
+    /// Show what distinguishes two GGUF files.
+    Diff(diff::Arguments),
     /// Generate text.
     Run(run::Arguments),
     /// Measure how fast a model reads and writes as the context grows.
@@ -86,6 +105,12 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Inspect(a) => inspect::run(&a),
         Command::Verify(a) => verify::run(&a),
         Command::Compare(a) => compare::run(&a),
+        Command::Account(a) => account::run(&a),
+        Command::Split(a) => split::run(&a),
+        Command::Merge(a) => merge::run(&a),
+        Command::Splice(a) => splice::run(&a),
+        Command::Relabel(a) => relabel::run(&a),
+        Command::Diff(a) => diff::run(&a),
         Command::Run(a) => run::run(&a),
         Command::Bench(a) => bench::run(&a),
         Command::Doctor(a) => doctor::run(&a),
