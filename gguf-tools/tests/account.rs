@@ -120,7 +120,7 @@ fn a_checkpoint_a_file_and_its_shards_on_disk_sum_to_their_sizes() {
 
     let gguf = Gguf::open(at("whole.gguf")).unwrap();
     let files = split(&gguf, &SplitBy::Tensors { most: 30, no_tensor_first: false }, &at("s")).unwrap();
-    let written = write_files(&files, &[], Default::default(), &Silent).unwrap();
+    let written = write_files(&files, &[], gguf_tools::rewrite::WriteOptions::default(), &Silent).unwrap();
     let set = account(&Headers::open(&written[1].path).unwrap());
     assert_eq!(set.token, whole.token);
     assert_eq!(set.file_bytes, written.iter().map(|w| w.file_bytes).sum::<u64>());

@@ -58,17 +58,17 @@ impl WriteArguments {
     ) -> anyhow::Result<ExitCode> {
         if self.dry_run {
             if self.json {
-                print_json(&files_json(files))?
+                print_json(&files_json(files))?;
             } else {
-                print(&files_table(files))?
+                print(&files_table(files))?;
             }
             return Ok(ExitCode::SUCCESS);
         }
         let written = self.write(files, inputs, verb)?;
         if self.json {
-            print_json(&written)?
+            print_json(&written)?;
         } else {
-            print(&written_text(&written))?
+            print(&written_text(&written))?;
         }
         Ok(ExitCode::SUCCESS)
     }

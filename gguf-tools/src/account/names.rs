@@ -2,8 +2,7 @@
 //!
 //! Rules are tried in order and the first that matches decides. A name that none matches is an error of the caller, since a
 //! tensor that is counted in the wrong class makes every figure wrong.
-
-#![expect(clippy::enum_glob_use, reason = "tables of components read better without a prefix on each line")]
+#![allow(clippy::enum_glob_use, reason = "tables of components read better without a prefix on each line")]
 
 use std::fmt;
 use std::sync::LazyLock;

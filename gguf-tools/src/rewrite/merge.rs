@@ -43,7 +43,9 @@ fn layer_siblings(path: &Path) -> Vec<PathBuf> {
         .flatten()
         .filter(|entry| {
             let other = entry.file_name().to_string_lossy().into_owned();
-            other != name && other.starts_with(&begins) && other.ends_with(".gguf")
+            other != name
+                && other.starts_with(&begins)
+                && entry.path().extension().is_some_and(|e| e == "gguf")
         })
         .map(|entry| path.with_file_name(entry.file_name()))
         .collect();

@@ -267,7 +267,7 @@ fn differences(old: &Metadata, new: &Metadata, renamed: &[(String, String)]) -> 
             None => edited.added.push(key.to_owned()),
             // As text, since NaN is not equal to itself.
             Some(before) if format!("{before:?}") != format!("{value:?}") => {
-                edited.changed.push(key.to_owned())
+                edited.changed.push(key.to_owned());
             }
             Some(_) => {}
         }
