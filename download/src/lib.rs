@@ -11,16 +11,20 @@ mod plan;
 mod probe;
 pub mod progress;
 mod reference;
+pub mod remote;
 mod settings;
 mod space;
 mod transfer;
 mod unsized_body;
+mod verify;
 pub use digest::Digest;
 pub use error::DownloadError;
 pub use fetch::{Report, ReportedFile};
+pub use hub::replace_link;
 pub use plan::{Destination, FileState, Plan, PlannedFile, Request};
 pub use reference::{DEFAULT_REVISION, HubReference, Reference, fits};
 pub use settings::{PUBLIC_HUB, Retry, Settings, Token};
+pub use verify::{FileCheck, VerifiedFile, VerifyOptions, VerifyReport};
 
 /// Downloads files by these settings.
 #[derive(Debug)]

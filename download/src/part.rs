@@ -21,8 +21,9 @@ pub(crate) const JOURNAL_SUFFIX: &str = ".ggsmith-pieces";
 pub(crate) const BUFFER_BYTES: usize = 256 << 10;
 /// Buffers that may wait for the digest.
 const MAX_QUEUED: usize = 8;
-/// Records of a piece while it is written: as many as this, and so no more than a sixteenth of it is lost when killed.
-const RECORDS_PER_PIECE: u32 = 16;
+/// Records of a piece while it is written. What eight connections have not yet recorded when they are killed is, with
+/// their buffers, less than a piece.
+const RECORDS_PER_PIECE: u32 = 32;
 
 /// A part file and what is known of it. Shared by the connections that fill it.
 pub(crate) struct Part {

@@ -188,6 +188,11 @@ impl Journal {
         }
     }
 
+    /// The journal that is kept of a finished file, to be read only; `None` if there is none.
+    pub(crate) fn read(path: &Path) -> Option<Self> {
+        Some(Self { file: File::open(path).ok()?, path: path.to_owned() })
+    }
+
     /// Which file the journal is of; `None` if it is new or damaged.
     pub(crate) fn identity(&self) -> Option<Identity> {
         let mut header = vec![0; HEADER_BYTES as usize];

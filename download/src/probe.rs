@@ -33,8 +33,7 @@ pub(crate) fn probe(
         let answer = client.send(&Ask { range: Some((0, 0)), ..Ask::get(&item.url) })?;
         let range = answer.content_range();
         let (n_bytes, no_ranges) = match answer.status() {
-            206 => (range.and_then(|range| range.total), false),
-            416 => (range.and_then(|range| range.total), false),
+            206 | 416 => (range.and_then(|range| range.total), false),
             _ => (answer.content_length().filter(|_| answer.encoding().is_none()), true),
         };
         let found = Found {

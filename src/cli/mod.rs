@@ -3,11 +3,13 @@
 mod arguments;
 mod bench;
 mod compare;
+mod download;
 mod inspect;
 mod model;
 mod plan;
 mod quantize;
 mod quickstart;
+mod remote;
 mod run;
 mod score;
 mod shell;
@@ -20,7 +22,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use serde::Serialize;
 
-/// Makes, checks and proves GGUF files of DeepSeek V4, offline.
+/// Makes, checks and proves GGUF files of DeepSeek V4. Only `download` and names that begin with hf: use the network.
 ///
 /// Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Parser)]
@@ -34,6 +36,8 @@ pub(crate) struct Cli {
 enum Command {
     /// Show the whole job on a small model, end to end, without a download.
     Quickstart(quickstart::Arguments),
+    /// Fetch models and checkpoints, whole and right.
+    Download(download::Arguments),
     /// What each tensor becomes and how large the file will be, from headers alone.
     Plan(plan::Arguments),
     /// Turn official safetensors, or another GGUF, into a GGUF.
@@ -65,6 +69,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     crate::render::progress::stop_on_signals()?;
     match cli.command {
         Command::Quickstart(a) => quickstart::run(&a),
+        Command::Download(a) => download::run(&a),
         Command::Plan(a) => plan::run(&a),
         Command::Quantize(a) => quantize::run(&a),
         Command::Inspect(a) => inspect::run(&a),

@@ -5,7 +5,8 @@ mod place;
 use reqwest::Url;
 use serde::Deserialize;
 
-pub(crate) use place::{Cache, Folder, collect, foreign, replace_link};
+pub use place::replace_link;
+pub(crate) use place::{Cache, Folder, collect, foreign};
 
 use crate::digest::Digest;
 use crate::error::DownloadError;

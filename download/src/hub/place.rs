@@ -101,7 +101,10 @@ impl Cache {
 }
 
 /// Puts a link where perhaps another is, in one step.
-pub(crate) fn replace_link(goal: &Path, place: &Path) -> Result<(), DownloadError> {
+///
+/// # Errors
+/// If the file system has no links, or the folder cannot be written.
+pub fn replace_link(goal: &Path, place: &Path) -> Result<(), DownloadError> {
     if fs::read_link(place).is_ok_and(|found| found == goal) {
         return Ok(());
     }
