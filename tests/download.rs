@@ -16,7 +16,8 @@ const PIECE_BYTES: u64 = 8 << 20;
 /// The program, with a hub and nothing else of this machine's settings.
 fn ggsmith(endpoint: &str, home: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_ggsmith"));
-    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("HF_") || name.ends_with("_PROXY")) {
+    for (name, _) in std::env::vars().filter(|(name, _)| name.starts_with("HF_") || name.ends_with("_PROXY"))
+    {
         command.env_remove(name);
     }
     for name in ["http_proxy", "https_proxy", "all_proxy", "XDG_CACHE_HOME"] {
@@ -164,7 +165,9 @@ fn paced_hub(body: Body, bytes_per_step: usize) -> LoopbackHub {
 /// Bytes that the program said to be there when it went on.
 fn resumed_at(stderr: &str) -> u64 {
     let line = stderr.lines().find(|line| line.contains("resuming at"));
-    line.map_or(0, |line| line.split("resuming at ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap())
+    line.map_or(0, |line| {
+        line.split("resuming at ").nth(1).unwrap().split(' ').next().unwrap().parse().unwrap()
+    })
 }
 
 fn spawn(hub: &LoopbackHub, home: &Path) -> Child {
@@ -209,7 +212,9 @@ fn killed_twenty_times_it_still_ends_and_loses_less_than_a_piece_each_time() {
         let sent_before = hub.storage.body_bytes_sent();
         let after = (2 << 20) + u64::from(u16::from_le_bytes(*place)) * 240;
         let mut child = spawn(&hub, home.path());
-        wait_for(|| hub.storage.body_bytes_sent() >= sent_before + after || child.try_wait().unwrap().is_some());
+        wait_for(|| {
+            hub.storage.body_bytes_sent() >= sent_before + after || child.try_wait().unwrap().is_some()
+        });
         child.kill().unwrap();
         let output = child.wait_with_output().unwrap();
         end(sent_before, &text(&output.stderr));
@@ -277,7 +282,9 @@ fn proxies_are_asked_and_can_be_excepted() {
     });
     let home = tempfile::tempdir().unwrap();
     let mut through = ggsmith("http://hub.invalid", home.path());
-    through.args(["download", "http://files.invalid/a.bin", "--sha256", &sha256(&body)]).current_dir(home.path());
+    through
+        .args(["download", "http://files.invalid/a.bin", "--sha256", &sha256(&body)])
+        .current_dir(home.path());
     done(through.env("HTTP_PROXY", proxy.url()));
     assert_eq!(fs::read(home.path().join("a.bin")).unwrap(), body.to_vec());
     assert!(proxy.requests().iter().all(|request| request.path == "http://files.invalid/a.bin"));
@@ -296,7 +303,11 @@ fn published(folder: &Path) -> Vec<Published> {
             let entry = entry.unwrap();
             let name = entry.file_name().into_string().unwrap();
             let bytes = fs::read(entry.path()).unwrap();
-            if name.ends_with(".safetensors") { Published::large(&name, bytes) } else { Published::small(&name, bytes) }
+            if name.ends_with(".safetensors") {
+                Published::large(&name, bytes)
+            } else {
+                Published::small(&name, bytes)
+            }
         })
         .collect();
     files.sort_by(|a, b| a.path.cmp(&b.path));
@@ -323,24 +334,28 @@ fn a_plan_of_a_repository_reads_headers_only_and_equals_that_of_the_folder() {
         }
     }
     assert!(hub.storage.body_bytes_sent() < n_bytes / 20, "{} of {n_bytes}", hub.storage.body_bytes_sent());
-    let error = fails(ggsmith(&hub.hub.url(), home.path()).args(["quantize", "--hf", "hf:org/model", "--out", "x"]), 2);
+    let error = fails(
+        ggsmith(&hub.hub.url(), home.path()).args(["quantize", "--hf", "hf:org/model", "--out", "x"]),
+        2,
+    );
     assert!(error.contains("ggsmith download hf:org/model"), "{error}");
 }
 
 #[test]
 fn the_header_of_a_remote_file_is_inspected_as_that_of_a_local_one() {
     let home = tempfile::tempdir().unwrap();
-    let made = test_vectors::gguf::GgufBytes::small()
-        .tensor("large.weight", 0, &[1 << 20], 4 << 20, 1)
-        .make()
-        .bytes;
+    let made =
+        test_vectors::gguf::GgufBytes::small().tensor("large.weight", 0, &[1 << 20], 4 << 20, 1).make().bytes;
     let local = home.path().join(FILE);
     fs::write(&local, &made).unwrap();
     let cut = Published::large("cut.gguf", made[..made.len() - 5000].to_vec());
     let hub = LoopbackHub::start(REPOSITORY, vec![Published::large(FILE, made), cut], |_, response| response);
     let inspect = |name: &str| done(ggsmith(&hub.hub.url(), home.path()).args(["inspect", "--json", name])).0;
     let remote = inspect("hf:org/model/m.gguf");
-    assert_eq!(remote.replace("hf:org/model/m.gguf", local.to_str().unwrap()), inspect(local.to_str().unwrap()));
+    assert_eq!(
+        remote.replace("hf:org/model/m.gguf", local.to_str().unwrap()),
+        inspect(local.to_str().unwrap())
+    );
     assert!(remote.contains("hf:org/model/m.gguf"));
     assert!(hub.storage.body_bytes_sent() <= 64 << 10, "{}", hub.storage.body_bytes_sent());
     let (cut, _) = done(ggsmith(&hub.hub.url(), home.path()).args(["inspect", "hf:org/model/cut.gguf"]));

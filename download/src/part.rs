@@ -479,7 +479,8 @@ impl Part {
     /// Takes the duty to finish the file, if all its pieces are there and nobody else has it.
     pub(crate) fn take_finish(&self) -> bool {
         let mut state = self.lock();
-        let ready = state.n_incomplete == 0 && state.restart.is_none() && !state.finish_taken;
+        let ready =
+            state.n_incomplete == 0 && state.restart.is_none() && !state.finish_taken && !state.closed;
         state.finish_taken |= ready;
         ready
     }
@@ -488,6 +489,10 @@ impl Part {
     pub(crate) fn verdict(&self, stopped: &dyn Fn() -> bool) -> Verdict {
         let mut state = self.lock();
         loop {
+            // While one connection waits here, a repaired piece may let another in: the first to see it right finishes.
+            if state.closed {
+                return Verdict::Stopped;
+            }
             if let Some(found) = &state.front.finished {
                 let right = self.digest.as_ref().is_none_or(|expected| expected == found);
                 let found = found.clone();

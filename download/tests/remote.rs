@@ -45,7 +45,8 @@ fn a_header_of_a_file_of_460_gb_costs_kilobytes() {
     let n_bytes = 464_627_334_560;
     let block: Vec<u8> = (0..=250).collect();
     let body = Body { block: block.into(), start: 0, n_bytes };
-    let file = Published { path: "pro.gguf".to_owned(), body: body.clone(), large: true, digest: "ab".repeat(32) };
+    let file =
+        Published { path: "pro.gguf".to_owned(), body: body.clone(), large: true, digest: "ab".repeat(32) };
     let hub = LoopbackHub::start(REPOSITORY, vec![file], |visit, response| {
         let whole = visit.origin == Origin::Storage && visit.request.header("range").is_none();
         if whole { Response::status(400) } else { response }

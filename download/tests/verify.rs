@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use common::*;
 use download::{
-    Destination, Downloader, DownloadError, FileCheck, Reference, Request, VerifyOptions, VerifyReport,
+    Destination, DownloadError, Downloader, FileCheck, Reference, Request, VerifyOptions, VerifyReport,
 };
 use test_vectors::hub::{COMMIT, LoopbackHub, Published, noise};
 
@@ -24,7 +24,12 @@ fn hub() -> LoopbackHub {
     LoopbackHub::start(REPOSITORY, files, |_, response| response)
 }
 
-fn verify(hub: &LoopbackHub, folder: &Path, options: VerifyOptions, log: &Log) -> Result<VerifyReport, DownloadError> {
+fn verify(
+    hub: &LoopbackHub,
+    folder: &Path,
+    options: VerifyOptions,
+    log: &Log,
+) -> Result<VerifyReport, DownloadError> {
     Downloader::new(settings(&hub.hub.url(), folder))?.verify(folder, &options, log)
 }
 
@@ -136,8 +141,14 @@ fn files_of_other_tools_are_repaired_by_the_hubs_word() {
     fs::write(folder.join("config.json"), "{}\n").unwrap();
     fs::write(folder.join(SHARDS[0]), noise(N_BYTES, 1)).unwrap();
     flip(&folder.join(SHARDS[0]), 300_000);
-    let Reference::Hub(reference) = Reference::parse(&format!("hf:{REPOSITORY}")).unwrap() else { unreachable!() };
-    let options = VerifyOptions { from: Some(reference), include: vec!["*0001-of*".to_owned(), "config*".to_owned()], ..fetching() };
+    let Reference::Hub(reference) = Reference::parse(&format!("hf:{REPOSITORY}")).unwrap() else {
+        unreachable!()
+    };
+    let options = VerifyOptions {
+        from: Some(reference),
+        include: vec!["*0001-of*".to_owned(), "config*".to_owned()],
+        ..fetching()
+    };
     let log = Log::default();
     let report = verify(&hub, folder, options, &log).unwrap();
     assert_eq!(report.files.len(), 2);

@@ -9,12 +9,12 @@ use download::progress::{Event, Observer};
 use download::{Destination, DownloadError, Downloader, Reference, Report, Request, Retry, Settings};
 use test_vectors::hub::LoopbackHub;
 
-pub const REPOSITORY: &str = "org/model";
-pub const PIECE_BYTES: u32 = 64 << 10;
+pub(crate) const REPOSITORY: &str = "org/model";
+pub(crate) const PIECE_BYTES: u32 = 64 << 10;
 
 /// Keeps what it is told.
 #[derive(Default)]
-pub struct Log(pub Mutex<Vec<String>>);
+pub(crate) struct Log(pub(crate) Mutex<Vec<String>>);
 
 impl Observer for Log {
     fn event(&self, event: &Event<'_>) {
@@ -25,17 +25,17 @@ impl Observer for Log {
 }
 
 impl Log {
-    pub fn text(&self) -> String {
+    pub(crate) fn text(&self) -> String {
         self.0.lock().unwrap().join("\n")
     }
 
-    pub fn count(&self, what: &str) -> usize {
+    pub(crate) fn count(&self, what: &str) -> usize {
         self.0.lock().unwrap().iter().filter(|line| line.starts_with(what)).count()
     }
 }
 
 /// Settings with short waits that know nothing of this machine.
-pub fn settings(endpoint: &str, cache: &Path) -> Settings {
+pub(crate) fn settings(endpoint: &str, cache: &Path) -> Settings {
     Settings {
         endpoint: format!("{endpoint}/").parse().unwrap(),
         token: None,
@@ -55,7 +55,7 @@ pub fn settings(endpoint: &str, cache: &Path) -> Settings {
     }
 }
 
-pub fn request(reference: &str, folder: &Path) -> Request {
+pub(crate) fn request(reference: &str, folder: &Path) -> Request {
     Request {
         reference: Reference::parse(reference).unwrap(),
         include: Vec::new(),
@@ -66,14 +66,19 @@ pub fn request(reference: &str, folder: &Path) -> Request {
 }
 
 /// Plans and fetches.
-pub fn get(settings: Settings, request: &Request, log: &Log) -> Result<Report, DownloadError> {
+pub(crate) fn get(settings: Settings, request: &Request, log: &Log) -> Result<Report, DownloadError> {
     let downloader = Downloader::new(settings)?;
     let plan = downloader.plan(request, log)?;
     downloader.fetch(&plan, log)
 }
 
 /// Fetches one file of the loopback hub's repository into a folder.
-pub fn get_file(hub: &LoopbackHub, path: &str, folder: &Path, log: &Log) -> Result<Report, DownloadError> {
+pub(crate) fn get_file(
+    hub: &LoopbackHub,
+    path: &str,
+    folder: &Path,
+    log: &Log,
+) -> Result<Report, DownloadError> {
     let reference = format!("hf:{REPOSITORY}/{path}");
     get(settings(&hub.hub.url(), folder), &request(&reference, folder), log)
 }
