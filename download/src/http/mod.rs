@@ -81,6 +81,8 @@ impl Client {
             .default_headers(headers)
             .redirect(reqwest::redirect::Policy::none())
             .referer(false)
+            // Several requests over one connection would share its rate.
+            .http1_only()
             .connect_timeout(settings.inactivity)
             // Of the blocking client, a limit on each wait, for the head and for every read of the body.
             .timeout(settings.inactivity)
