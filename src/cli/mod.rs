@@ -6,6 +6,7 @@ mod bench;
 mod compare;
 mod diff;
 mod doctor;
+mod download;
 mod imatrix;
 mod inspect;
 mod merge;
@@ -15,6 +16,7 @@ mod quantize;
 mod quickstart;
 mod relabel;
 mod rewritten;
+mod remote;
 mod run;
 mod score;
 mod shell;
@@ -33,7 +35,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use serde::Serialize;
 
-/// Makes, checks and proves GGUF files of DeepSeek V4, offline.
+/// Makes, checks and proves GGUF files of DeepSeek V4. Only `download` and names that begin with hf: use the network.
 ///
 /// Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Parser)]
@@ -47,6 +49,8 @@ pub(crate) struct Cli {
 enum Command {
     /// Show the whole job on a small model, end to end, without a download.
     Quickstart(quickstart::Arguments),
+    /// Fetch models and checkpoints, whole and right.
+    Download(download::Arguments),
     /// What each tensor becomes and how large the file will be, from headers alone.
     Plan(plan::Arguments),
     /// Turn official safetensors, or another GGUF, into a GGUF.
@@ -100,6 +104,7 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     crate::render::progress::stop_on_signals()?;
     match cli.command {
         Command::Quickstart(a) => quickstart::run(&a),
+        Command::Download(a) => download::run(&a),
         Command::Plan(a) => plan::run(&a),
         Command::Quantize(a) => quantize::run(&a),
         Command::Inspect(a) => inspect::run(&a),

@@ -14,7 +14,7 @@ mod split;
 mod value;
 
 pub use error::{GgufError, RegionProblem};
-pub use header::{Header, HeaderTensor, parse_header};
+pub use header::{Header, HeaderTensor, parse_header, read_header};
 pub use layout::{Layout, NewTensor, PlacedTensor};
 pub use read::{Gguf, ShardInfo, TensorInfo};
 pub use split::SplitPlace;
