@@ -25,7 +25,7 @@ use crate::observe::{
 };
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap,
+    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap, SublayerInput,
 };
 
 /// Tokens that go through the layers together, of one or several sequences.
@@ -97,7 +97,7 @@ impl Steering {
 /// [`Steering`] where the backend reads it.
 pub struct Directions<B: Backend> {
     /// For each layer a direction `[D]`, or none.
-    pub(crate) directions: Vec<Option<B::Vector>>,
+    pub(crate) by_layer: Vec<Option<B::Vector>>,
     /// See [`Steering::attention_scale`].
     pub(crate) attention_scale: f32,
     /// See [`Steering::ffn_scale`].
@@ -112,7 +112,7 @@ impl<B: Backend> Directions<B> {
     pub fn new(backend: &B, steering: &Steering) -> Result<Self, RunnerError> {
         let direction = |d: &Vec<f32>| (!d.is_empty()).then(|| backend.vector(d.clone())).transpose();
         Ok(Self {
-            directions: steering.directions.iter().map(direction).collect::<Result<_, _>>()?,
+            by_layer: steering.directions.iter().map(direction).collect::<Result<_, _>>()?,
             attention_scale: steering.attention_scale,
             ffn_scale: steering.ffn_scale,
         })
@@ -165,7 +165,7 @@ impl<B: Backend> Pass<'_, B> {
         y: &mut B::Tensor,
     ) -> Result<(), RunnerError> {
         for steering in self.steering {
-            if let Some(Some(direction)) = steering.directions.get(layer)
+            if let Some(Some(direction)) = steering.by_layer.get(layer)
                 && scale(steering) != 0.0
             {
                 backend.project_out(y, direction, scale(steering))?;
@@ -291,6 +291,7 @@ impl<B: Backend> Network<B> {
     ///
     /// # Errors
     /// If weights cannot be read, or a result is not finite and [`Pass::check_finite`] is set.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     pub fn layer(
         &self,
         backend: &B,
@@ -306,7 +307,7 @@ impl<B: Backend> Network<B> {
         let (at, places) = (Some(index), &batch.places[..]);
 
         // x [T, D], post [T, M], comb [T, M, M]
-        let (merged, x, mix) =
+        let SublayerInput { merged, normed: x, mix } =
             b.hc_pre(streams, &layer.attention_mix, self.hyper_constants(), &layer.attention_norm)?;
         pass.see(b, Site::AttentionCollapsed, at, places, &merged)?;
         pass.see(b, Site::AttentionPost, at, places, &mix.post)?;
@@ -318,7 +319,8 @@ impl<B: Backend> Network<B> {
         pass.see(b, Site::AttentionOutput, at, places, &y)?;
         b.hc_post(streams, &y, &mix)?;
 
-        let (merged, x, mix) = b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants(), &layer.ffn_norm)?;
+        let SublayerInput { merged, normed: x, mix } =
+            b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants(), &layer.ffn_norm)?;
         pass.see(b, Site::FfnCollapsed, at, places, &merged)?;
         pass.see(b, Site::FfnPost, at, places, &mix.post)?;
         pass.see(b, Site::FfnComb, at, places, &mix.comb)?;
@@ -331,6 +333,7 @@ impl<B: Backend> Network<B> {
     }
 
     /// (4.4) Attention over the whole batch, `pass.attention_tokens` at a time, in order. `x`, result: `[T, D]`.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     fn attention(
         &self,
         b: &B,
@@ -359,6 +362,7 @@ impl<B: Backend> Network<B> {
     }
 
     /// (4.4 to 4.6) Attention of tokens whose predecessors are in the caches. `x`, result: `[C, D]`.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     fn attention_part(
         &self,
         b: &B,

@@ -162,6 +162,16 @@ pub struct Mix<B: Backend + ?Sized> {
     pub comb: B::Tensor,
 }
 
+/// What [`Backend::hc_pre`] gives.
+pub struct SublayerInput<B: Backend + ?Sized> {
+    /// The streams merged, `[tokens, D]`.
+    pub merged: B::Tensor,
+    /// That behind the norm.
+    pub normed: B::Tensor,
+    /// How the sub-layer's output will be mixed in.
+    pub mix: Mix<B>,
+}
+
 /// Weights of a compressor, (4.5), without its two projections.
 pub struct Compressor<B: Backend + ?Sized> {
     /// Added to the gates by position in the window, `[ratio, width]`.
@@ -376,7 +386,7 @@ pub trait Backend: Send + Sync {
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
         norm: &Self::Vector,
-    ) -> Result<(Self::Tensor, Self::Tensor, Mix<Self>), RunnerError>;
+    ) -> Result<SublayerInput<Self>, RunnerError>;
     /// (3.6) `hc_post`: mixes the sub-layer's output into the streams.
     fn hc_post(
         &self,

@@ -102,8 +102,8 @@ pub struct Model {
 }
 
 enum Machine {
-    Cpu(Engine<CpuBackend>),
-    Cuda(Engine<CudaBackend>),
+    Cpu(Box<Engine<CpuBackend>>),
+    Cuda(Box<Engine<CudaBackend>>),
 }
 
 /// The same expression for whichever engine it is.
@@ -169,11 +169,11 @@ impl Model {
                     activations: options.activations,
                     widen: widened_bytes(h) <= options.widen_up_to_bytes,
                 };
-                Machine::Cpu(threads.install(|| open_engine(backend, source, &options))?)
+                Machine::Cpu(Box::new(threads.install(|| open_engine(backend, source, &options))?))
             }
             Processor::Cuda(ordinal) => {
                 let backend = CudaBackend::open(ordinal, source, &options)?;
-                Machine::Cuda(threads.install(|| open_engine(backend, source, &options))?)
+                Machine::Cuda(Box::new(threads.install(|| open_engine(backend, source, &options))?))
             }
         };
         Ok(Self { machine, path: source.path().to_owned(), context_limit, threads })

@@ -30,7 +30,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, SharedTap, Work,
+    RowPlaces, Selection, SharedTap, SublayerInput, Work,
 };
 use crate::weights::WeightSource;
 
@@ -262,7 +262,7 @@ impl Backend for CpuBackend {
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
         norm: &Self::Vector,
-    ) -> Result<(CpuTensor, CpuTensor, Mix<Self>), RunnerError> {
+    ) -> Result<SublayerInput<Self>, RunnerError> {
         let m = constants.n_streams;
         let (mixes, factors) = self.mixes(streams, weights, constants.rms_epsilon)?;
         let n_mixes = (2 + m) * m;
@@ -285,7 +285,8 @@ impl Backend for CpuBackend {
             values: all.chunks_exact(n_mixes).flat_map(|row| &row[columns.clone()]).copied().collect(),
         };
         let normed = self.rms_norm(&x, norm, constants.rms_epsilon)?;
-        Ok((x, normed, Mix { post: part(m..2 * m), comb: part(2 * m..n_mixes) }))
+        let mix = Mix { post: part(m..2 * m), comb: part(2 * m..n_mixes) };
+        Ok(SublayerInput { merged: x, normed, mix })
     }
 
     fn hc_post(

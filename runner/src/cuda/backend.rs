@@ -10,7 +10,7 @@ use gguf_tools::block::BlockType;
 use gguf_tools::model::HyperParameters;
 
 use super::cache::{CudaCache, Storage};
-use super::driver::{Arguments, Graph, KernelShare, Launch, View};
+use super::driver::{Arguments, Graph, KernelShare, Launch, PinnedBuffer, View};
 use super::error::CudaError;
 use super::matrix::{ExpertMatrices, Matrix, Pass, Routed, Workspace};
 use super::module::Gpu;
@@ -19,7 +19,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, SharedTap, Work,
+    RowPlaces, Selection, SharedTap, SublayerInput, Work,
 };
 use crate::session::Options;
 use crate::weights::{GeneratedRows, WeightSource};
@@ -31,6 +31,8 @@ pub struct CudaBackend {
     pub(super) pool: Pool,
     /// What keeps its content between passes: caches, token ids and positions.
     kept: Pool,
+    /// Page-locked, for the logits of a token: from other memory they take longer to come than to compute.
+    staging: Mutex<PinnedBuffer<f32>>,
     /// Numbers from 0 on, more than a mixer has rows.
     counting: PoolBuffer<u32>,
     pub(super) storage: Storage,
@@ -149,7 +151,9 @@ impl CudaBackend {
         let now = Workspace::new(&gpu, 0)?;
         let mut counting = kept.take(MOST_MIXES, "numbers of rows")?;
         gpu.device.write(&mut counting.view_mut(), &std::array::from_fn::<_, MOST_MIXES, _>(|i| i as u32))?;
+        let staging = Mutex::new(gpu.device.pinned(h.vocab_size as usize)?);
         Ok(Self {
+            staging,
             counting,
             pool: Pool::new(&gpu.device),
             kept,
@@ -189,9 +193,9 @@ impl CudaBackend {
         self.single_tokens.load(Ordering::Relaxed)
     }
 
-    /// Whether inputs are rounded to halves now, as tensor cores want them.
-    pub(super) fn rounds_to_halves(&self) -> bool {
-        self.pass() == Pass::Prefill
+    /// Whether inputs may be rounded on the way.
+    pub(super) fn rounds_inputs(&self) -> bool {
+        self.pass() != Pass::Exact
     }
 
     fn pass(&self) -> Pass {
@@ -310,14 +314,15 @@ impl CudaBackend {
         let mut partials = self.tensor(tokens, n_slices * (n + 1))?;
         let arguments = Arguments::new().read(streams.values.view());
         let (name, arguments) = match (&widened, mixer.block_type()) {
-            (Some(widened), _) => ("hc_mix_F32", arguments.read(widened.values.view())),
-            (None, BlockType::F16) => ("hc_mix_F16", arguments.read(mixer.values_as_stored())),
-            (None, _) => ("hc_mix_F32", arguments.read(mixer.values_as_stored())),
+            (Some(widened), _) => ("F32", arguments.read(widened.values.view())),
+            (None, BlockType::F16) => ("F16", arguments.read(mixer.values_as_stored())),
+            (None, _) => ("F32", arguments.read(mixer.values_as_stored())),
         };
         let arguments =
             arguments.write(&partials.values.view_mut()).int(tokens).int(width).int(n).int(MIX_TOKENS);
         let shape = Launch::new(n_slices, 256).by(tokens.div_ceil(MIX_TOKENS));
-        self.launch("hyper", name, shape, arguments)?;
+        let at_once = if tokens == 1 { 1 } else { 4 };
+        self.launch("hyper", &format!("hc_mix_{name}_{at_once}"), shape, arguments)?;
         Ok((partials, n_slices))
     }
 
@@ -528,7 +533,13 @@ impl Backend for CudaBackend {
     }
 
     fn read<'a>(&self, tensor: &'a CudaTensor) -> Result<Cow<'a, [f32]>, RunnerError> {
-        Ok(Cow::Owned(self.gpu.device.download(tensor.values.view())?))
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let n = tensor.values.len();
+        if n > staging.as_slice().len() {
+            return Ok(Cow::Owned(self.gpu.device.download(tensor.values.view())?));
+        }
+        self.gpu.device.read_into(tensor.values.view(), &mut staging.as_mut_slice()[..n])?;
+        Ok(Cow::Owned(staging.as_slice()[..n].to_vec()))
     }
 
     fn read_routing<'a>(&self, routing: &'a CudaRouting) -> Result<Cow<'a, Routing>, RunnerError> {
@@ -612,13 +623,13 @@ impl Backend for CudaBackend {
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
         norm: &CudaVector,
-    ) -> Result<(CudaTensor, CudaTensor, Mix<Self>), RunnerError> {
+    ) -> Result<SublayerInput<Self>, RunnerError> {
         let (m, tokens) = (constants.n_streams, streams.tokens);
         let mut post = self.tensor(tokens, m)?;
         let mut comb = self.tensor(tokens, m * m)?;
         let parts = Some((&mut post, &mut comb));
-        let (x, normed) = self.merge_streams(streams, weights, constants, norm, parts)?;
-        Ok((x, normed, Mix { post, comb }))
+        let (merged, normed) = self.merge_streams(streams, weights, constants, norm, parts)?;
+        Ok(SublayerInput { merged, normed, mix: Mix { post, comb } })
     }
 
     fn hc_post(

@@ -2,6 +2,8 @@
 
 use std::sync::Arc;
 
+use gguf_tools::model::HyperParameters;
+
 use super::{Report, Tolerance, Verdict, compare};
 use crate::cpu::experts::swiglu;
 use crate::error::RunnerError;
@@ -98,7 +100,8 @@ pub(super) fn full(
     let mut session = model.session();
     session.prefill_observed(&tokens, &mut seen)?;
     let check = Checks { rows: Rows(source), seen: &seen, report };
-    check.run(&layers, &h)
+    check.run(&layers, &h);
+    Ok(())
 }
 
 struct Checks<'a, 'b> {
@@ -111,7 +114,7 @@ struct Checks<'a, 'b> {
 const HALVES: Tolerance = Tolerance { rms: 2e-3, largest: 2e-2 };
 
 impl Checks<'_, '_> {
-    fn run(self, layers: &[usize], h: &gguf_tools::model::HyperParameters) -> Result<(), RunnerError> {
+    fn run(self, layers: &[usize], h: &HyperParameters) {
         let Self { rows, seen, report } = self;
         for &layer in layers {
             let at = Some(layer);
@@ -179,17 +182,11 @@ impl Checks<'_, '_> {
             let found: Vec<f32> = chosen.iter().map(|&row| y[row]).collect();
             Ok(compare(&expected?, &found, 1, HALVES))
         });
-        Ok(())
     }
 }
 
 /// Some values between the projections of each of the last token's experts, and some of their sum.
-fn routed(
-    rows: &Rows<'_>,
-    seen: &Seen,
-    layer: usize,
-    h: &gguf_tools::model::HyperParameters,
-) -> Result<Verdict, RunnerError> {
+fn routed(rows: &Rows<'_>, seen: &Seen, layer: usize, h: &HyperParameters) -> Result<Verdict, RunnerError> {
     let (x, y) = (seen.at(Site::FfnInput, Some(layer))?, seen.at(Site::RoutedOutput, Some(layer))?);
     let route = seen.routes.iter().find(|route| route.0 == layer);
     let (_, experts, weights) = route.ok_or_else(|| problem("no route was seen".to_owned()))?;

@@ -13,7 +13,8 @@ use crate::cuda::CudaBackend;
 use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, GatedFfn, HyperConnection,
-    HyperConstants, MatrixPlace, Numerics, Piece, Rope, RouterRule, RowPlaces, Selection, Work,
+    HyperConstants, MatrixPlace, Numerics, Piece, Rope, RouterRule, RowPlaces, Selection, SublayerInput,
+    Work,
 };
 use crate::session::Options;
 use crate::weights::open_source;
@@ -207,9 +208,9 @@ fn streams<B: Backend>(lab: &Lab<'_, B>, tokens: usize, width: usize) -> Result<
         base: b.vector(noise(3, 24))?,
     };
     let norm = b.vector(noise(6, width))?;
-    let (x, normed, mix) = b.hc_pre(&state, &weights, constants, &norm)?;
+    let SublayerInput { merged, normed, mix } = b.hc_pre(&state, &weights, constants, &norm)?;
     let mut results = vec![
-        ("merged", width, lab.read(&x)?),
+        ("merged", width, lab.read(&merged)?),
         ("normed", width, lab.read(&normed)?),
         ("post", m, lab.read(&mix.post)?),
         ("comb", m * m, lab.read(&mix.comb)?),

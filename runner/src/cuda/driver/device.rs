@@ -96,7 +96,12 @@ impl Device {
             apart: AtomicBool::new(false),
         };
         Ok(Self {
-            stream: Arc::new(Stream { handle, side: Some(side), context }),
+            stream: Arc::new(Stream {
+                handle,
+                side: Some(side),
+                kernel_is_last: Default::default(),
+                context,
+            }),
             facts: Arc::new(facts),
             profile: Arc::default(),
         })
@@ -145,7 +150,8 @@ impl Device {
             (stream, part.__bindgen_anon_1.sm.smCount)
         };
         let facts = DeviceFacts { n_multiprocessors: found, ..(*self.facts).clone() };
-        let stream = Stream { handle, side: None, context: Arc::clone(&self.stream.context) };
+        let context = Arc::clone(&self.stream.context);
+        let stream = Stream { handle, side: None, kernel_is_last: Default::default(), context };
         Ok(Self { stream: Arc::new(stream), facts: Arc::new(facts), profile: Arc::default() })
     }
 

@@ -49,16 +49,28 @@ impl Device {
         // SAFETY: every offset is within `words`, which outlives the call.
         let mut pointers: Vec<*mut c_void> =
             offsets.iter().map(|&offset| unsafe { base.add(offset) }.cast()).collect();
-        // SAFETY: the function lives as long as its module, held by `kernel`; the parameters are copied by the call.
+        let early = shape.early && self.stream.may_begin_early() && !self.profile.on.load(Ordering::Relaxed);
+        // SAFETY: plain data; zero is a valid value of every field.
+        let mut attribute: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        attribute.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        attribute.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: shape.grid.0,
+            gridDimY: shape.grid.1,
+            gridDimZ: shape.grid.2,
+            blockDimX: shape.block.0,
+            blockDimY: shape.block.1,
+            blockDimZ: shape.block.2,
+            sharedMemBytes: shape.shared_bytes,
+            hStream: self.stream.now(),
+            attrs: &raw mut attribute,
+            numAttrs: u32::from(early),
+        };
+        // SAFETY: the function lives as long as its module, held by `kernel`; parameters and configuration are copied by
+        // the call.
         let launched = unsafe {
-            result::launch_kernel(
-                kernel.handle,
-                shape.grid,
-                shape.block,
-                shape.shared_bytes,
-                self.stream.now(),
-                &mut pointers,
-            )
+            let parameters = pointers.as_mut_ptr();
+            sys::cuLaunchKernelEx(&raw const config, kernel.handle, parameters, std::ptr::null_mut()).result()
         };
         launched.map_err(|error| CudaError::Driver {
             what: format!(
@@ -167,12 +179,14 @@ pub struct Launch {
     pub block: (u32, u32, u32),
     /// Dynamic shared memory a block.
     pub shared_bytes: u32,
+    /// Whether the kernel may begin while the one before it still runs: it waits itself before it touches what others do.
+    pub early: bool,
 }
 
 impl Launch {
     /// `blocks` blocks of `threads` threads.
     pub fn new(blocks: usize, threads: u32) -> Self {
-        Self { grid: (blocks as u32, 1, 1), block: (threads, 1, 1), shared_bytes: 0 }
+        Self { grid: (blocks as u32, 1, 1), block: (threads, 1, 1), shared_bytes: 0, early: false }
     }
 
     /// One thread for each of `n` items, in blocks of 256.

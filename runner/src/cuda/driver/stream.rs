@@ -30,6 +30,8 @@ pub(super) struct Stream {
     pub(super) handle: sys::CUstream,
     /// For work beside; none on a restricted device.
     pub(super) side: Option<Side>,
+    /// Whether a kernel comes last here, so that the next may begin before its end; of the second stream, too.
+    pub(super) kernel_is_last: [AtomicBool; 2],
     pub(super) context: Arc<Context>,
 }
 
@@ -45,6 +47,20 @@ pub(super) struct Side {
 }
 
 impl Stream {
+    pub(super) fn is_beside(&self) -> bool {
+        self.side.as_ref().is_some_and(|side| side.chosen.load(Ordering::Relaxed))
+    }
+
+    /// Whether the kernel that is queued next may begin before what comes before has ended. Then it comes last itself.
+    pub(super) fn may_begin_early(&self) -> bool {
+        self.kernel_is_last[usize::from(self.is_beside())].swap(true, Ordering::Relaxed)
+    }
+
+    /// The kernel that is queued next has to wait for everything before.
+    pub(super) fn ends_early_beginnings(&self, beside: bool) {
+        self.kernel_is_last[usize::from(beside)].store(false, Ordering::Relaxed);
+    }
+
     /// Where work is queued now.
     pub(super) fn now(&self) -> sys::CUstream {
         match &self.side {
@@ -83,6 +99,7 @@ impl Device {
             return work();
         };
         self.follow(side.handle, &side.parting, self.stream.handle)?;
+        self.stream.ends_early_beginnings(true);
         side.apart.store(true, Ordering::Relaxed);
         side.chosen.store(true, Ordering::Relaxed);
         let done = work();
@@ -97,6 +114,7 @@ impl Device {
     pub fn together(&self) -> Result<(), CudaError> {
         match &self.stream.side {
             Some(side) if side.apart.swap(false, Ordering::Relaxed) => {
+                self.stream.ends_early_beginnings(false);
                 self.follow(self.stream.handle, &side.meeting, side.handle)
             }
             _ => Ok(()),

@@ -7,6 +7,7 @@
 extern "C" __global__ void q_finish(
     float* queries, const float* frequencies, const int* positions,
     int n_tokens, int n_heads, int head_dim, int n_rotary, float epsilon) {
+    await_previous();
     u32 job = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
     int lane = threadIdx.x & 31;
     if (job >= (u32)n_tokens * n_heads) return;
@@ -27,6 +28,7 @@ extern "C" __global__ void q_finish(
 // (4.4.3) Rotation, then rounding. One block a row.
 extern "C" __global__ void kv_finish(
     float* rows, const float* frequencies, const int* positions, int width, int n_rotary, int official) {
+    await_previous();
     float* row = rows + (u64)blockIdx.x * width;
     rotate_row(row, width, frequencies, n_rotary, positions[blockIdx.x]);
     if (official) round_row_to_fp8(row, width - 2 * n_rotary);
@@ -41,10 +43,12 @@ static __device__ __forceinline__ void append_window(
 }
 
 extern "C" __global__ void append_window_half(const float* rows, u16* ring, const int* positions, int width, int ring_mask) {
+    await_previous();
     append_window(rows, ring, positions, width, ring_mask);
 }
 
 extern "C" __global__ void append_window_float(const float* rows, float* ring, const int* positions, int width, int ring_mask) {
+    await_previous();
     append_window(rows, ring, positions, width, ring_mask);
 }
 
@@ -250,16 +254,17 @@ static __device__ __forceinline__ void attend(
 }
 
 // Parts that are loaded before the first of them is joined.
-#define PARTS_AT_ONCE 8
+#define PARTS_AT_ONCE 24
 
 // Joins the parts that `attend` kept apart, in the same order as one warp would. One block a head of a token, a thread
 // two channels.
 extern "C" __global__ void join_parts(
     const float* parts, const float* sinks, const float* frequencies, const int* positions, float* output, int width,
-    int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts) {
+    int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts, int keys_per_part) {
+    await_previous();
     int token = blockIdx.x / n_heads, head = blockIdx.x % n_heads, position = positions[token], channel = 2 * threadIdx.x;
     Keys<float> keys = keys_of<float>(0, 0, 0, kind, position, token, 0, window, ratio, top_k);
-    int n = (keys.n_keys + KEYS_PER_PART - 1) / KEYS_PER_PART, stride = PART_HEADER + width;
+    int n = (keys.n_keys + keys_per_part - 1) / keys_per_part, stride = PART_HEADER + width;
     const float* in = parts + (u64)blockIdx.x * n_parts * stride;
     Part<2> all;
     all.clear();
@@ -291,10 +296,11 @@ extern "C" __global__ void join_parts(
 }
 
 #define ATTEND(NAME, S, V)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256) attend_##NAME(                                                    \
+    extern "C" __global__ void __launch_bounds__(256, 1) attend_##NAME(                                                    \
         const float* queries, const S* ring, const S* rows, const int* chosen, const float* sinks,                      \
         const float* frequencies, const int* positions, float* output, float* parts, int n_heads, int n_rotary,         \
         int kind, int ring_mask, int window, int ratio, int top_k, int n_parts, float scale) {                          \
+        await_previous();                                                                                               \
         attend<S, V>(queries, ring, rows, chosen, sinks, frequencies, positions, output, parts, n_heads, n_rotary,      \
                      kind, ring_mask, window, ratio, top_k, n_parts, scale);                                            \
     }

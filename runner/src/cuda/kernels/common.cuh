@@ -8,6 +8,13 @@ typedef unsigned long long u64;
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 
+// A kernel may begin while the one before it still runs, see `launch` in driver.rs. Before this call it must neither read
+// what earlier kernels write nor write anything.
+static __device__ __forceinline__ void await_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 static __device__ __forceinline__ float half_to_float(u16 half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));

@@ -6,8 +6,6 @@ static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f +
 #define SLICE 256
 // Most rows of the mixer that a warp has: (2 + M) M of at most 35 over 8 warps.
 #define MIXER_ROWS 5
-// Tokens whose sums are under way together.
-#define TOKENS_AT_ONCE 4
 
 static __device__ __forceinline__ void load_8(const float* from, float* v) {
     float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
@@ -26,7 +24,7 @@ static __device__ __forceinline__ void load_8(const u16* from, float* v) {
 
 // Products of the mixer [n, width] with a slice of the streams, and the slice's sum of squares behind them:
 // partials [T, slices, n + 1]. Grid: slices by groups of tokens; 8 warps; width a multiple of 8.
-template <typename W>
+template <typename W, int TOKENS_AT_ONCE>
 static __device__ __forceinline__ void hc_mix(
     const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {
     int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, at = blockIdx.x * SLICE + lane * 8;
@@ -69,15 +67,18 @@ static __device__ __forceinline__ void hc_mix(
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) hc_mix_F32(
-    const float* streams, const float* mixer, float* partials, int n_tokens, int width, int n, int group) {
-    hc_mix(streams, mixer, partials, n_tokens, width, n, group);
-}
+#define HC_MIX(NAME, W, TOKENS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256) hc_mix_##NAME(                                                    \
+        const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {             \
+        await_previous();                                                                                               \
+        hc_mix<W, TOKENS>(streams, mixer, partials, n_tokens, width, n, group);                                         \
+    }
 
-extern "C" __global__ void __launch_bounds__(256) hc_mix_F16(
-    const float* streams, const u16* mixer, float* partials, int n_tokens, int width, int n, int group) {
-    hc_mix(streams, mixer, partials, n_tokens, width, n, group);
-}
+// One token, or four of several at a time.
+HC_MIX(F32_1, float, 1)
+HC_MIX(F32_4, float, 4)
+HC_MIX(F16_1, u16, 1)
+HC_MIX(F16_4, u16, 4)
 
 // Groups of four columns of a thread that are loaded before they can be used.
 #define EARLY 2
@@ -99,22 +100,14 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
     const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
     float* x, float* normed, float* post, float* comb, int d, int m, int n_slices, int iterations, float epsilon,
     float rms_epsilon) {
+    await_previous();
     __shared__ float scratch[32];
     __shared__ float mixes[40];
     u64 token = blockIdx.x;
     const float* streams = all_streams + token * m * d;
     int n = post ? (2 + m) * m : m, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_warps = blockDim.x >> 5;
     bool merging = threadIdx.x < MERGING;
-    // All that can be loaded by now, before the first wait.
-    const float* parts = partials + token * n_slices * (n + 1);
-    float mix[3];
-#pragma unroll
-    for (int r = 0; r < 3; r++) {
-        int row = warp + r * n_warps;
-        mix[r] = 0.0f;
-        if (row <= n)
-            for (int slice = lane; slice < n_slices; slice += 32) mix[r] += parts[slice * (n + 1) + row];
-    }
+    // All that can be loaded by now is on its way before anything is waited for.
     float4 early[EARLY][5], weights[EARLY];
 #pragma unroll
     for (int c = 0; c < EARLY; c++) {
@@ -125,11 +118,22 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
             if (j < m) early[c][j] = *(const float4*)(streams + j * d + i);
         weights[c] = *(const float4*)(norm + i);
     }
+    const float* parts = partials + token * n_slices * (n + 1);
+    float mix[3][4];
+#pragma unroll
+    for (int r = 0; r < 3; r++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int row = warp + r * n_warps, slice = lane + 32 * k;
+            mix[r][k] = row <= n && slice < n_slices ? parts[slice * (n + 1) + row] : 0.0f;
+        }
 #pragma unroll
     for (int r = 0; r < 3; r++) {
         int row = warp + r * n_warps;
         if (row > n) break;
-        float sum = warp_sum(mix[r]);
+        float sum = (mix[r][0] + mix[r][1]) + (mix[r][2] + mix[r][3]);
+        for (int slice = lane + 128; slice < n_slices; slice += 32) sum += parts[slice * (n + 1) + row];
+        sum = warp_sum(sum);
         if (lane == 0) mixes[row] = sum;
     }
     __syncthreads();
@@ -214,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
 // X'[k] = post_k y + sum over j of C[j, k] X[j]. Grid: columns by tokens.
 extern "C" __global__ void hc_post(
     float* all_streams, const float* output, const float* post, const float* comb, int d, int m) {
+    await_previous();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     u64 token = blockIdx.y;
     if (i >= d) return;

@@ -79,6 +79,7 @@ static __device__ __forceinline__ void products(const Parts& parts, const float*
         begin(item);
         load(now, 0);
     }
+    await_previous();
     for (u32 i = threadIdx.x; i < TOKENS * quads; i += blockDim.x) {
         u32 token = i / quads, quad = i % quads;
         const float4* from = (const float4*)(input + min(token, tokens - 1) * stride + (u64)blockIdx.y * columns);
@@ -254,6 +255,7 @@ static __device__ __forceinline__ void long_rows(const u8* weights, const float*
 #define LONG_ROWS(TOKENS)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256, 1) long_rows_##TOKENS(                                      \
         const u8* weights, const float* input, u32 columns, u32 rows, u32 tokens, float* out) {                   \
+        await_previous();                                                                                         \
         long_rows<TOKENS>(weights, input, columns, rows, tokens, out);                                            \
     }
 

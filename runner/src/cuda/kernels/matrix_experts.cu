@@ -331,6 +331,8 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
 
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, item = blockIdx.y;
     const u32 chunks = columns / F::VALUES, steps = (chunks + C * WARP - 1) / (C * WARP);
+    F::fill(table);
+    await_previous();
     const u64 row = (u64)experts[item] * rows + blockIdx.x * 32 + warp * 4;
     typename F::Raw now[2][C], next[2][C];
     auto load = [&](typename F::Raw(&raw)[2][C], u32 r, u32 step) {
@@ -343,8 +345,6 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
         }
     };
     load(now, 0, 0);
-
-    F::fill(table);
     put_input<F>(x, input + (u64)(item / n_used) * columns, columns);
     __syncthreads();
 
@@ -426,6 +426,9 @@ static __device__ __forceinline__ void down(const Weights& matrix, const u32* ex
             }
         }
     };
+    u8* table = (u8*)shared_memory + n_used * bytes;
+    F::fill(table);
+    await_previous();
     Walk ahead = {warp * gridDim.x + blockIdx.x, 0, 0}, here = ahead;
     typename F::Raw now[N], next[N];
     auto load = [&](typename F::Raw(&raw)[N]) {
@@ -440,8 +443,6 @@ static __device__ __forceinline__ void down(const Weights& matrix, const u32* ex
     };
     load(now);
 
-    u8* table = (u8*)shared_memory + n_used * bytes;
-    F::fill(table);
     const u32 pieces = columns / 16;
     for (u32 i = threadIdx.x; i < n_used * pieces; i += blockDim.x) {
         uint4 v = ((const uint4*)(codes + (u64)token * n_used * columns))[i];
