@@ -131,7 +131,9 @@ fn principal(good: &[Vec<f32>], bad: &[Vec<f32>], difference: &[f64]) -> Vec<f64
         if size == 0.0 {
             break;
         }
-        direction.iter_mut().for_each(|value| *value /= size);
+        for value in &mut direction {
+            *value /= size;
+        }
         let mut next = vec![0.0; direction.len()];
         for row in &differences {
             let along = dot(row, &direction);
@@ -140,7 +142,9 @@ fn principal(good: &[Vec<f32>], bad: &[Vec<f32>], difference: &[f64]) -> Vec<f64
         direction = next;
     }
     if dot(&direction, difference) < 0.0 {
-        direction.iter_mut().for_each(|value| *value = -*value);
+        for value in &mut direction {
+            *value = -*value;
+        }
     }
     direction
 }
@@ -150,7 +154,9 @@ fn mean(rows: &[Vec<f32>]) -> Vec<f64> {
     for row in rows {
         sum.iter_mut().zip(row).for_each(|(sum, &value)| *sum += f64::from(value));
     }
-    sum.iter_mut().for_each(|value| *value /= rows.len() as f64);
+    for value in &mut sum {
+        *value /= rows.len() as f64;
+    }
     sum
 }
 

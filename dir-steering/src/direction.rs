@@ -79,7 +79,7 @@ impl Direction {
         for value in self.layers.iter().flatten() {
             hash.update(value.to_le_bytes());
         }
-        hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+        hex(&hash.finalize())
     }
 
     /// Length of a layer's vector.
@@ -97,7 +97,9 @@ impl Direction {
             if !length.is_normal() {
                 return Err(SteeringError::NoLength { path: self.path.clone(), layer, length });
             }
-            vector.iter_mut().for_each(|value| *value = (f64::from(*value) / length) as f32);
+            for value in vector {
+                *value = (f64::from(*value) / length) as f32;
+            }
         }
         Ok(())
     }
@@ -229,4 +231,11 @@ impl Direction {
 /// Euclidean length.
 pub(crate) fn norm(vector: &[f32]) -> f64 {
     vector.iter().map(|&value| f64::from(value) * f64::from(value)).sum::<f64>().sqrt()
+}
+
+/// Hexadecimal digits.
+pub(crate) fn hex(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    let digits = |byte: &u8| [byte >> 4, byte & 15].map(|digit| char::from(DIGITS[usize::from(digit)]));
+    bytes.iter().flat_map(digits).collect()
 }

@@ -67,7 +67,7 @@ impl ModelIdentity {
             width: h.hidden_size as usize,
             n_layers: h.num_hidden_layers as usize,
             label,
-            sha256: hash.finalize().iter().map(|byte| format!("{byte:02x}")).collect(),
+            sha256: crate::direction::hex(&hash.finalize()),
         }
     }
 }

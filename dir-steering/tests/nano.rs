@@ -65,7 +65,7 @@ fn a_direction_separates_prompts_it_was_not_made_from() {
         let good = capture(&model, &good, component, position).expect("prompts that can be read");
         let bad = capture(&model, &bad, component, position).expect("prompts that can be read");
         for method in [Method::DifferenceOfMeans, Method::PrincipalComponent] {
-            let made_from = |i: usize| i % 2 == 0;
+            let made_from = |i: usize| i.is_multiple_of(2);
             let made = build(
                 &identity,
                 &part(&good, made_from),
@@ -73,16 +73,8 @@ fn a_direction_separates_prompts_it_was_not_made_from() {
                 &options(component, position, method),
             );
             let direction = made.expect("sets that differ");
-            let held_out = |i: usize| i % 2 == 1;
+            let held_out = |i: usize| !i.is_multiple_of(2);
             let found = separation(&direction, &part(&good, held_out), &part(&bad, held_out));
-            let aucs: Vec<String> = found.iter().map(|layer| format!("{:.3}", layer.auc)).collect();
-            println!(
-                "{} {} {}: AUC by layer {}",
-                example.name,
-                component.name(),
-                method.name(),
-                aucs.join(" ")
-            );
             let best = found.iter().map(|layer| layer.auc).fold(0.0, f64::max);
             assert!(best > 0.9, "{} {} {}: best AUC {best}", example.name, component.name(), method.name());
         }
@@ -137,7 +129,7 @@ fn logits(model: &Model, text: &[u32]) -> Vec<f32> {
     let mut all = Vec::new();
     model
         .read_texts(&[text], &mut runner::observe::NoObserver, &mut |_, _, logits| {
-            all.extend_from_slice(logits)
+            all.extend_from_slice(logits);
         })
         .expect("a text that can be read");
     all

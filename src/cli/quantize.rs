@@ -6,14 +6,16 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 use gguf_tools::build::{BuildOptions, BuildReport, build};
-use gguf_tools::plan::{Conversion, Plan};
+use gguf_tools::plan::{Conversion, Plan, PlanPart};
+use gguf_tools::rewrite::{parse_layer_parts, shard_name};
 use imatrix::{Imatrix, MissingPolicy, StackedTensor, TensorCoverage};
 
 use super::arguments::{
     ImportanceArguments, Missing, RecipeArguments, SourceArguments, importance_of, make_plan,
 };
 use super::plan::View;
-use super::{print, print_json};
+use super::rewritten::usage_or_failure;
+use super::{UsageError, print, print_json};
 use crate::render::progress::Reporter;
 use crate::render::table::table;
 use crate::render::units;
@@ -25,6 +27,12 @@ pub(crate) struct Arguments {
     /// The file to write.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
+    /// Make one part only, by layers, as 0:30 or 31:output: an ordinary file, as ds4 loads it. `merge` joins the parts.
+    #[arg(long, value_name = "FIRST:LAST", conflicts_with = "shard")]
+    layers: Option<String>,
+    /// Make share I of N of the file, as PREFIX-0000I-of-0000N.gguf, on one of N machines. `merge` joins the shares.
+    #[arg(long, value_name = "I/N")]
+    shard: Option<String>,
     /// Print the plan and stop.
     #[arg(long)]
     dry_run: bool,
@@ -60,15 +68,27 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let source = arguments.source.open()?;
     let matrix = arguments.importance.open()?;
     let label = arguments.source.label(source.as_ref());
-    let hash_files = !arguments.dry_run;
-    let plan = make_plan(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files)?;
+    let part = part(arguments)?;
+    let hash_files = !arguments.dry_run && part.is_none_or(|part| part.names_source_sums());
+    let mut plan = make_plan(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files)?;
     warn_of(&plan);
+    if let Some(part) = part {
+        plan = plan.part(part).map_err(|e| UsageError(e.to_string()))?;
+    }
+    let out = match part {
+        Some(PlanPart::Shard { index, n_shards }) => {
+            let whole = &arguments.out;
+            let named = whole.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
+            shard_name(&if named { whole.with_extension("") } else { whole.clone() }, index, n_shards)
+        }
+        _ => arguments.out.clone(),
+    };
     if let Some(matrix) = &matrix {
         report_coverage(&plan, matrix, &arguments.importance, arguments.json)?;
     }
     let view = View { plan: &plan, threads: rayon::current_num_threads() };
     if arguments.dry_run {
-        let out = Some(arguments.out.as_path());
+        let out = Some(out.as_path());
         if arguments.json {
             print_json(&view.json(out)?)?;
         } else {
@@ -82,11 +102,33 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         importance_fallback: arguments.importance.fallback_allowed(),
     };
     let reporter = Reporter::new("quantizing", arguments.quiet);
-    let result =
-        build(&plan, source.as_ref(), importance_of(matrix.as_ref()), &arguments.out, options, &reporter);
+    let result = build(&plan, source.as_ref(), importance_of(matrix.as_ref()), &out, options, &reporter);
     reporter.finish();
     print_report(&result?, arguments.json)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Which part of the file is to be made; `None`: all of it.
+fn part(arguments: &Arguments) -> anyhow::Result<Option<PlanPart>> {
+    if let Some(text) = &arguments.layers {
+        let parts = parse_layer_parts(text).map_err(usage_or_failure)?;
+        let [part] = parts.as_slice() else {
+            return Err(UsageError(format!(
+                "--layers `{text}`: expected one part, as 0:30; `split` makes several"
+            ))
+            .into());
+        };
+        return Ok(Some(PlanPart::Layers(*part)));
+    }
+    let Some(text) = &arguments.shard else { return Ok(None) };
+    let wrong = || UsageError(format!("--shard `{text}`: expected I/N with I from 1 to N, as 2/4"));
+    let (number, n_shards) = text.split_once('/').ok_or_else(wrong)?;
+    let number: usize = number.trim().parse().map_err(|_| wrong())?;
+    let n_shards: usize = n_shards.trim().parse().map_err(|_| wrong())?;
+    if !(1..=n_shards).contains(&number) {
+        return Err(wrong().into());
+    }
+    Ok(Some(PlanPart::Shard { index: number - 1, n_shards }))
 }
 
 /// What a build did.

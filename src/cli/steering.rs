@@ -14,29 +14,45 @@ use super::UsageError;
 #[command(next_help_heading = "Steering")]
 pub(super) struct SteeringArguments {
     /// A direction to take out; several are taken out one after the other.
-    #[arg(long, value_name = "FILE")]
-    dir_steering_file: Vec<PathBuf>,
+    #[arg(id = "dir-steering-file", long = "dir-steering-file", value_name = "FILE")]
+    file: Vec<PathBuf>,
     /// How much of it is taken out of FFN outputs, one number a file; below 0 amplifies it. If left out: 1, or 0 for a
     /// direction made for attention outputs.
-    #[arg(long, value_name = "F", allow_negative_numbers = true, requires = "dir_steering_file")]
-    dir_steering_ffn: Vec<f32>,
+    #[arg(
+        id = "dir-steering-ffn",
+        long = "dir-steering-ffn",
+        value_name = "F",
+        allow_negative_numbers = true,
+        requires = "dir-steering-file"
+    )]
+    ffn: Vec<f32>,
     /// How much of it is taken out of attention outputs, one number a file. If left out: 0, or 1 for a direction made for
     /// attention outputs and no number for FFN outputs.
-    #[arg(long, value_name = "F", allow_negative_numbers = true, requires = "dir_steering_file")]
-    dir_steering_attn: Vec<f32>,
+    #[arg(
+        id = "dir-steering-attn",
+        long = "dir-steering-attn",
+        value_name = "F",
+        allow_negative_numbers = true,
+        requires = "dir-steering-file"
+    )]
+    attn: Vec<f32>,
     /// Use directions on another checkpoint than they were made on.
-    #[arg(long, requires = "dir_steering_file")]
-    dir_steering_any_checkpoint: bool,
+    #[arg(
+        id = "dir-steering-any-checkpoint",
+        long = "dir-steering-any-checkpoint",
+        requires = "dir-steering-file"
+    )]
+    any_checkpoint: bool,
 }
 
 impl SteeringArguments {
     /// The options with these directions, checked against the model.
     pub(super) fn add_to(&self, options: Options, model: &Path) -> anyhow::Result<Options> {
-        if self.dir_steering_file.is_empty() {
+        if self.file.is_empty() {
             return Ok(options);
         }
-        let n_files = self.dir_steering_file.len();
-        for (option, scales) in [("ffn", &self.dir_steering_ffn), ("attn", &self.dir_steering_attn)] {
+        let n_files = self.file.len();
+        for (option, scales) in [("ffn", &self.ffn), ("attn", &self.attn)] {
             if !scales.is_empty() && scales.len() != n_files {
                 let found = scales.len();
                 let message = format!(
@@ -47,19 +63,13 @@ impl SteeringArguments {
         }
         let identity = ModelIdentity::open(model)?;
         let mut steering = Vec::with_capacity(n_files);
-        for (i, file) in self.dir_steering_file.iter().enumerate() {
+        for (i, file) in self.file.iter().enumerate() {
             let (direction, _) = dir_steering::open(file)?;
-            let of_attention =
-                direction.component == Some(Component::AttnOut) && self.dir_steering_ffn.is_empty();
+            let of_attention = direction.component == Some(Component::AttnOut) && self.ffn.is_empty();
             let (ffn, attention) = if of_attention { (0.0, 1.0) } else { (1.0, 0.0) };
-            let ffn = self.dir_steering_ffn.get(i).copied().unwrap_or(ffn);
-            let attention = self.dir_steering_attn.get(i).copied().unwrap_or(attention);
-            steering.push(Arc::new(direction.for_model(
-                &identity,
-                ffn,
-                attention,
-                self.dir_steering_any_checkpoint,
-            )?));
+            let ffn = self.ffn.get(i).copied().unwrap_or(ffn);
+            let attention = self.attn.get(i).copied().unwrap_or(attention);
+            steering.push(Arc::new(direction.for_model(&identity, ffn, attention, self.any_checkpoint)?));
         }
         Ok(Options { steering, ..options })
     }

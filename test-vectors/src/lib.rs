@@ -3,6 +3,7 @@
 //! Depends on none of them, so that every crate can use it in its tests.
 
 pub mod gguf;
+pub mod hub;
 pub mod server;
 
 use std::collections::BTreeMap;

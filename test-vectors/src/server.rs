@@ -41,6 +41,85 @@ pub enum Length {
     Unsaid,
 }
 
+/// Bytes of a response: `n_bytes` of an endless repetition of `block`, from `start` on. So a body of gigabytes takes no
+/// memory, and a range of one costs nothing to make.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Body {
+    /// What is repeated. Empty only if there are no bytes.
+    pub block: Arc<[u8]>,
+    /// First byte, counted in the repetition.
+    pub start: u64,
+    /// Number of bytes.
+    pub n_bytes: u64,
+}
+
+impl Body {
+    /// Whether there are no bytes.
+    pub fn is_empty(&self) -> bool {
+        self.n_bytes == 0
+    }
+
+    /// Part of it.
+    ///
+    /// # Panics
+    /// If the range is not within the body.
+    pub fn slice(&self, range: std::ops::Range<u64>) -> Self {
+        assert!(range.start <= range.end && range.end <= self.n_bytes, "{range:?} of {}", self.n_bytes);
+        Self { block: self.block.clone(), start: self.start + range.start, n_bytes: range.end - range.start }
+    }
+
+    /// All of it, in memory.
+    pub fn to_vec(&self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        self.parts(0..self.n_bytes, &mut |part| {
+            bytes.extend_from_slice(part);
+            Ok(())
+        })
+        .expect("memory takes everything");
+        bytes
+    }
+
+    /// Calls `take` with one piece after another.
+    fn parts(
+        &self,
+        range: std::ops::Range<u64>,
+        take: &mut dyn FnMut(&[u8]) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
+        let mut at = range.start;
+        while at < range.end {
+            let place = ((self.start + at) % self.block.len() as u64) as usize;
+            let n = (self.block.len() - place).min((range.end - at) as usize);
+            take(&self.block[place..place + n])?;
+            at += n as u64;
+        }
+        Ok(())
+    }
+}
+
+impl From<Vec<u8>> for Body {
+    fn from(bytes: Vec<u8>) -> Self {
+        Self { n_bytes: bytes.len() as u64, start: 0, block: bytes.into() }
+    }
+}
+
+impl From<&[u8]> for Body {
+    fn from(bytes: &[u8]) -> Self {
+        bytes.to_vec().into()
+    }
+}
+
+impl From<&str> for Body {
+    fn from(text: &str) -> Self {
+        text.as_bytes().into()
+    }
+}
+
+impl From<String> for Body {
+    fn from(text: String) -> Self {
+        text.into_bytes().into()
+    }
+}
+
 /// What a client is answered, and what goes wrong meanwhile.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Response {
@@ -49,13 +128,15 @@ pub struct Response {
     /// Sent as they are, besides the length.
     pub headers: Vec<(String, String)>,
     /// The whole body.
-    pub body: Vec<u8>,
+    pub body: Body,
     /// Which length is claimed.
     pub length: Length,
     /// Waits so long before anything is sent.
     pub delay: Duration,
     /// Sends so many bytes of the body, waits so long, goes on.
     pub stall: Option<(usize, Duration)>,
+    /// Sends so many bytes of the body at a time, and waits so long after each.
+    pub pace: Option<(usize, Duration)>,
     /// Sends so many bytes of the body, then closes the connection.
     pub cut_after: Option<usize>,
     /// Closes the connection instead of answering.
@@ -68,17 +149,18 @@ impl Response {
         Self {
             status,
             headers: Vec::new(),
-            body: Vec::new(),
+            body: Vec::new().into(),
             length: Length::True,
             delay: Duration::ZERO,
             stall: None,
+            pace: None,
             cut_after: None,
             drop_connection: false,
         }
     }
 
     /// Status 200 with a body.
-    pub fn ok(body: impl Into<Vec<u8>>) -> Self {
+    pub fn ok(body: impl Into<Body>) -> Self {
         Self::status(200).body(body)
     }
 
@@ -88,7 +170,7 @@ impl Response {
     }
 
     /// Sets the body.
-    pub fn body(mut self, body: impl Into<Vec<u8>>) -> Self {
+    pub fn body(mut self, body: impl Into<Body>) -> Self {
         self.body = body.into();
         self
     }
@@ -114,6 +196,12 @@ impl Response {
     /// Waits before answering.
     pub fn delay(mut self, delay: Duration) -> Self {
         self.delay = delay;
+        self
+    }
+
+    /// Sends so many bytes at a time, and waits after each.
+    pub fn pace(mut self, n_bytes: usize, pause: Duration) -> Self {
+        self.pace = Some((n_bytes, pause));
         self
     }
 
@@ -267,8 +355,9 @@ fn answer(
     for (name, value) in &response.headers {
         head.push_str(&format!("{name}: {value}\r\n"));
     }
+    let n_bytes = response.body.n_bytes;
     match response.length {
-        Length::True => head.push_str(&format!("content-length: {}\r\n", response.body.len())),
+        Length::True => head.push_str(&format!("content-length: {n_bytes}\r\n")),
         Length::Claimed(length) => head.push_str(&format!("content-length: {length}\r\n")),
         Length::Unsaid => head.push_str("connection: close\r\n"),
     }
@@ -277,22 +366,38 @@ fn answer(
     if head_only {
         return Ok(response.length != Length::Unsaid);
     }
-    let end = response.cut_after.unwrap_or(usize::MAX).min(response.body.len());
-    let mut send = |part: &[u8]| {
-        stream.write_all(part)?;
-        state.body_bytes_sent.fetch_add(part.len() as u64, Ordering::Relaxed);
-        stream.flush()
-    };
-    let stall = response.stall.map_or((end, Duration::ZERO), |(after, pause)| (after.min(end), pause));
-    send(&response.body[..stall.0])?;
+    let end = response.cut_after.map_or(n_bytes, |cut| n_bytes.min(cut as u64));
+    let stall = response.stall.map_or((end, Duration::ZERO), |(after, pause)| (end.min(after as u64), pause));
+    send(stream, state, response, 0..stall.0)?;
     wait(stall.1, state);
-    send(&response.body[stall.0..end])?;
+    send(stream, state, response, stall.0..end)?;
     let complete = match response.length {
-        Length::True => end == response.body.len(),
-        Length::Claimed(length) => end as u64 == length,
+        Length::True => end == n_bytes,
+        Length::Claimed(length) => end == length,
         Length::Unsaid => false,
     };
     Ok(complete && response.cut_after.is_none())
+}
+
+/// Sends a part of the body at the pace asked for, as long as the server lives.
+fn send(
+    mut stream: &TcpStream,
+    state: &State,
+    response: &Response,
+    range: std::ops::Range<u64>,
+) -> std::io::Result<()> {
+    let (step, pause) = response.pace.map_or((usize::MAX, Duration::ZERO), |(step, pause)| (step, pause));
+    response.body.parts(range, &mut |part| {
+        for piece in part.chunks(step) {
+            if state.stop.load(Ordering::Relaxed) {
+                return Err(std::io::ErrorKind::ConnectionAborted.into());
+            }
+            stream.write_all(piece)?;
+            state.body_bytes_sent.fetch_add(piece.len() as u64, Ordering::Relaxed);
+            wait(pause, state);
+        }
+        Ok(())
+    })
 }
 
 /// Sleeps, but no longer than the server lives.

@@ -110,7 +110,8 @@ fn add_kld(text: &mut String, kld: &KldReport) {
 
 fn add_models<'a>(text: &mut String, models: impl Iterator<Item = &'a super::ModelFacts>) {
     for model in models {
-        let steered: String = model.steering.iter().map(|name| format!(", steered by {name}")).collect();
+        let steered = [""].into_iter().chain(model.steering.iter().map(String::as_str)).collect::<Vec<_>>();
+        let steered = steered.join(", steered by ");
         add(
             text,
             &format!(

@@ -274,7 +274,8 @@ fn bar_chart(title: &str, unit: &str, bars: Vec<Bar>) -> Result<String, ReportEr
 fn facts<'a>(models: impl Iterator<Item = &'a ModelFacts>) -> String {
     let rows: Vec<Vec<String>> = models
         .map(|m| {
-            let steered: String = m.steering.iter().map(|name| format!(", steered by {name}")).collect();
+            let steered = [""].into_iter().chain(m.steering.iter().map(String::as_str)).collect::<Vec<_>>();
+            let steered = steered.join(", steered by ");
             vec![
                 m.name.clone(),
                 m.checkpoint.clone().unwrap_or_else(|| "not stated".to_owned()),
