@@ -296,7 +296,7 @@ extern "C" __global__ void join_parts(
 }
 
 #define ATTEND(NAME, S, V)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256) attend_##NAME(                                                    \
+    extern "C" __global__ void __launch_bounds__(256, 1) attend_##NAME(                                                    \
         const float* queries, const S* ring, const S* rows, const int* chosen, const float* sinks,                      \
         const float* frequencies, const int* positions, float* output, float* parts, int n_heads, int n_rotary,         \
         int kind, int ring_mask, int window, int ratio, int top_k, int n_parts, float scale) {                          \

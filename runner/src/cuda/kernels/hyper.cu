@@ -23,7 +23,7 @@ static __device__ __forceinline__ void load_8(const u16* from, float* v) {
 }
 
 // Products of the mixer [n, width] with a slice of the streams, and the slice's sum of squares behind them:
-// partials [T, slices, n + 1]. Grid: slices by groups of tokens; 8 warps; width a multiple of 8.
+// partials [T, n + 1, slices]. Grid: slices by groups of tokens; 8 warps; width a multiple of 8.
 template <typename W, int TOKENS_AT_ONCE>
 static __device__ __forceinline__ void hc_mix(
     const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {
@@ -46,7 +46,7 @@ static __device__ __forceinline__ void hc_mix(
             for (int i = 0; i < 8; i++) x[t][i] = 0.0f;
             if (inside) load_8(streams + (u64)min(token + t, end - 1) * width + at, x[t]);
         }
-        float* out = partials + ((u64)token * gridDim.x + blockIdx.x) * (n + 1);
+        float* out = partials + (u64)token * (n + 1) * gridDim.x + blockIdx.x;
         // Behind the last row of the mixer comes the sum of squares.
 #pragma unroll
         for (int r = 0; r <= MIXER_ROWS; r++) {
@@ -61,7 +61,7 @@ static __device__ __forceinline__ void hc_mix(
 #pragma unroll
             for (int t = 0; t < TOKENS_AT_ONCE; t++) {
                 sums[t] = warp_sum(sums[t]);
-                if (lane == 0 && token + t < end) out[(u64)t * gridDim.x * (n + 1) + row] = sums[t];
+                if (lane == 0 && token + t < end) out[(u64)(t * (n + 1) + row) * gridDim.x] = sums[t];
             }
         }
     }
@@ -93,8 +93,18 @@ static __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
+// `start` plus the values of lanes first, first + step, .., n of them (at most 5), in this order.
+static __device__ __forceinline__ float sum_of_lanes(float value, int first, int step, int n, float start) {
+    float values[5];
+#pragma unroll
+    for (int i = 0; i < 5; i++) values[i] = __shfl_sync(ALL_LANES, value, first + min(i, n - 1) * step);
+#pragma unroll
+    for (int i = 0; i < 5; i++) start += i < n ? values[i] : 0.0f;
+    return start;
+}
+
 // Merges the streams, x = sum of pre_j X[j], and norms the result. One block of 544 threads a token.
-// partials: of hc_mix, n + 1 a slice, n = (2 + M) M, or M for the head's (then no post and comb).
+// partials: of hc_mix, [n + 1, slices], n = (2 + M) M, or M for the head's (then no post and comb).
 // x, normed [T, D]; post [T, M]; comb [T, M * M], [old, new].
 extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
     const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
@@ -125,14 +135,14 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
 #pragma unroll
         for (int k = 0; k < 4; k++) {
             int row = warp + r * n_warps, slice = lane + 32 * k;
-            mix[r][k] = row <= n && slice < n_slices ? parts[slice * (n + 1) + row] : 0.0f;
+            mix[r][k] = row <= n && slice < n_slices ? parts[row * n_slices + slice] : 0.0f;
         }
 #pragma unroll
     for (int r = 0; r < 3; r++) {
         int row = warp + r * n_warps;
         if (row > n) break;
         float sum = (mix[r][0] + mix[r][1]) + (mix[r][2] + mix[r][3]);
-        for (int slice = lane + 128; slice < n_slices; slice += 32) sum += parts[slice * (n + 1) + row];
+        for (int slice = lane + 128; slice < n_slices; slice += 32) sum += parts[row * n_slices + slice];
         sum = warp_sum(sum);
         if (lane == 0) mixes[row] = sum;
     }
@@ -143,23 +153,17 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
         int n_comb = m * m;
         if (lane < m)
             post[token * m + lane] = 2.0f * sigmoid(mixes[m + lane] * mean_factor * scale[1] + base[m + lane]);
-        int at = min(lane, n_comb - 1), row = at / m * m, column = at % m;
+        int at = min(lane, n_comb - 1), row = at / m, column = at % m;
         float c = mixes[2 * m + at] * mean_factor * scale[2] + base[2 * m + at];
         // Sinkhorn: a softmax of the rows, then columns and rows in turn, columns last.
-        float largest = NEGATIVE_INFINITY, sum = 0.0f;
-        for (int i = 0; i < m; i++) largest = fmaxf(largest, __shfl_sync(~0u, c, row + i));
+        float largest = NEGATIVE_INFINITY;
+#pragma unroll
+        for (int i = 0; i < 5; i++) largest = fmaxf(largest, __shfl_sync(ALL_LANES, c, row * m + min(i, m - 1)));
         c = expf(c - largest);
-        for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, row + i);
-        c = c / sum + epsilon;
+        c = c / sum_of_lanes(c, row * m, 1, m, 0.0f) + epsilon;
         for (int pass = 0; pass < iterations; pass++) {
-            if (pass > 0) {
-                sum = epsilon;
-                for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, row + i);
-                c *= reciprocal(sum);
-            }
-            sum = epsilon;
-            for (int i = 0; i < m; i++) sum += __shfl_sync(~0u, c, i * m + column);
-            c *= reciprocal(sum);
+            if (pass > 0) c *= reciprocal(sum_of_lanes(c, row * m, 1, m, epsilon));
+            c *= reciprocal(sum_of_lanes(c, column, m, m, epsilon));
         }
         if (lane < n_comb) comb[token * n_comb + lane] = c;
         return;
