@@ -17,8 +17,8 @@ fn checkpoint() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../test-vectors/nano/checkpoint"))
 }
 
-#[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 /// Whether a device can be used; says why not.
+#[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 fn device_is_there(what: &str) -> bool {
     match Gpu::open(0) {
         Ok(_) => true,
