@@ -9,6 +9,7 @@ pub mod block;
 pub mod build;
 pub mod checkpoint;
 pub mod compare;
+pub mod feedback;
 pub mod gguf;
 pub mod importance;
 pub mod inspect;

@@ -7,7 +7,7 @@ use gguf_tools::model::HyperParameters;
 use gguf_tools::simd::Level;
 use serde::Serialize;
 
-use crate::cpu::{CpuBackend, CpuCache};
+use crate::cpu::{CpuBackend, CpuCache, CpuTensor};
 use crate::error::RunnerError;
 use crate::forward::{Batch, Network, Pass, Steering};
 use crate::load::load;
@@ -287,6 +287,61 @@ impl Model {
         })?;
         Ok(scores)
     }
+}
+
+/// One layer at a time over many texts, for work that reads a model's weights once.
+impl Model {
+    /// Number of layers.
+    pub fn n_layers(&self) -> usize {
+        self.network.n_layers()
+    }
+
+    /// Values of the residual streams of one token.
+    pub fn streams_width(&self) -> usize {
+        let h = self.hyper_parameters();
+        (h.hc_mult * h.hidden_size) as usize
+    }
+
+    /// The streams of some texts' tokens before the first layer, `[tokens, M * D]`.
+    ///
+    /// # Errors
+    /// If a text is empty, too long or holds unknown tokens, or the embedding cannot be read.
+    pub fn embed_texts(&self, texts: &[&[u32]]) -> Result<Vec<f32>, RunnerError> {
+        texts.iter().try_for_each(|text| self.check_tokens(0, text))?;
+        let streams = self.threads.install(|| self.network.embed(&self.backend, &whole_texts(0, texts)))?;
+        Ok(self.backend.read(&streams).into_owned())
+    }
+
+    /// One layer over whole texts. `streams`: `[tokens, M * D]`, those before the layer in, those behind it out.
+    /// `first_text` is the number of the first text for `observer`.
+    ///
+    /// # Errors
+    /// If weights cannot be read or a result is not finite and the options say to look.
+    pub fn layer_of_texts(
+        &self,
+        layer: usize,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f32>, RunnerError> {
+        let (b, network) = (&self.backend, &self.network);
+        self.threads.install(|| {
+            let batch = whole_texts(first_text, texts);
+            let mut caches = vec![b.cache(network.cache_shape(layer)); texts.len()];
+            let mut streams = CpuTensor::new(self.streams_width(), streams);
+            network.layer(b, layer, &mut streams, &batch, &mut caches, &mut self.pass(observer))?;
+            Ok(streams.into_values())
+        })
+    }
+}
+
+/// Whole texts as one batch; the first one is called `first_text` in its places.
+fn whole_texts(first_text: usize, texts: &[&[u32]]) -> Batch {
+    let mut batch = Batch::default();
+    texts.iter().enumerate().for_each(|(i, text)| batch.push(i, 0, text));
+    batch.places.iter_mut().for_each(|place| place.sequence += first_text);
+    batch
 }
 
 /// Positions whose logits are held at once.

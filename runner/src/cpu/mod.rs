@@ -56,6 +56,17 @@ pub struct CpuTensor {
 }
 
 impl CpuTensor {
+    /// Rows of `width` values.
+    pub fn new(width: usize, values: Vec<f32>) -> Self {
+        assert_eq!(values.len() % width, 0, "whole rows");
+        Self { width, values }
+    }
+
+    /// `[tokens, width]`.
+    pub fn into_values(self) -> Vec<f32> {
+        self.values
+    }
+
     fn zeros(tokens: usize, width: usize) -> Self {
         Self { width, values: vec![0.0; tokens * width] }
     }
