@@ -5,13 +5,14 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
-use gguf_tools::build::{BuildOptions, BuildReport, build};
+use gguf_tools::build::{BuildOptions, BuildReport, FeedbackOutcome, build, build_calibrated, is_walked};
 use gguf_tools::plan::{Conversion, Plan};
 use imatrix::{Imatrix, MissingPolicy, StackedTensor, TensorCoverage};
 
 use super::arguments::{
-    ImportanceArguments, Missing, RecipeArguments, SourceArguments, importance_of, make_plan,
+    ImportanceArguments, Missing, RecipeArguments, SourceArguments, importance_of, make_plan_with,
 };
+use super::calibrate::CalibrationArguments;
 use super::plan::View;
 use super::{print, print_json};
 use crate::render::progress::Reporter;
@@ -50,6 +51,8 @@ pub(crate) struct Arguments {
     recipe: RecipeArguments,
     #[command(flatten)]
     importance: ImportanceArguments,
+    #[command(flatten)]
+    calibration: CalibrationArguments,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -61,12 +64,22 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let matrix = arguments.importance.open()?;
     let label = arguments.source.label(source.as_ref());
     let hash_files = !arguments.dry_run;
-    let plan = make_plan(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files)?;
+    let text = arguments.calibration.read(arguments.source.path())?;
+    let more = text.as_ref().map(|text| text.metadata.clone()).unwrap_or_default();
+    let plan =
+        make_plan_with(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files, &more)?;
     warn_of(&plan);
     if let Some(matrix) = &matrix {
         report_coverage(&plan, matrix, &arguments.importance, arguments.json)?;
     }
-    let view = View { plan: &plan, threads: rayon::current_num_threads() };
+    let mut view = View::new(&plan, rayon::current_num_threads());
+    if let Some(text) = &text {
+        view.more_memory = text.memory_bytes(&plan, arguments.source.path(), view.threads)?;
+        anyhow::ensure!(
+            plan.tensors.iter().any(is_walked),
+            "--calibrate changes nothing: no routed expert becomes a type that error feedback can write (IQ2_XXS, Q2_K, Q4_K, Q8_0, MXFP4)"
+        );
+    }
     if arguments.dry_run {
         let out = Some(arguments.out.as_path());
         if arguments.json {
@@ -82,8 +95,29 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         importance_fallback: arguments.importance.fallback_allowed(),
     };
     let reporter = Reporter::new("quantizing", arguments.quiet);
-    let result =
-        build(&plan, source.as_ref(), importance_of(matrix.as_ref()), &arguments.out, options, &reporter);
+    let importance = importance_of(matrix.as_ref());
+    let result = match text {
+        None => build(&plan, source.as_ref(), importance, &arguments.out, options, &reporter),
+        Some(text) => {
+            let identity = plan_identity(&plan);
+            let beside = Some(arguments.out.as_path());
+            let model = arguments.source.path();
+            let (mut pass, mut quantizer) = text.pass(model, beside, &identity, threads.unwrap_or(0))?;
+            quantizer.plain.objective = plan.objective;
+            quantizer.plain.scale_gain = plan.recipe.scale_gain;
+            let source = source.as_ref();
+            build_calibrated(
+                &plan,
+                source,
+                importance,
+                &mut pass,
+                &quantizer,
+                &arguments.out,
+                options,
+                &reporter,
+            )
+        }
+    };
     reporter.finish();
     print_report(&result?, arguments.json)?;
     Ok(ExitCode::SUCCESS)
@@ -147,8 +181,38 @@ fn coverage_row(tensor: &TensorCoverage) -> Vec<String> {
     ]
 }
 
+/// Hash of everything that the file says about itself: which plan and source activations belong to.
+fn plan_identity(plan: &Plan) -> String {
+    use sha2::{Digest, Sha256};
+    let sum = Sha256::digest(plan.layout.header_bytes());
+    sum.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// One row a tensor: what error feedback did.
+fn feedback_table(outcomes: &[FeedbackOutcome]) -> String {
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    for group in outcomes.chunk_by(|a, b| a.tensor == b.tensor) {
+        let sum = |of: fn(&FeedbackOutcome) -> f64| group.iter().map(of).sum::<f64>();
+        let (plain, error) = (sum(|o| o.report.plain_error), sum(|o| o.report.error));
+        let n_rows = sum(|o| o.report.n_rows as f64);
+        let n_plain = sum(|o| o.report.n_plain_rows as f64);
+        rows.push(vec![
+            group[0].tensor.clone(),
+            group.iter().map(|o| o.n_tokens).min().unwrap_or(0).to_string(),
+            format!("{:.4}", if plain > 0.0 { error / plain } else { 1.0 }),
+            format!("{:.2} %", 100.0 * n_plain / n_rows.max(1.0)),
+            group.iter().filter(|o| o.report.damping_raised).count().to_string(),
+        ]);
+    }
+    let columns = ["tensor", "least tokens", "error / plain", "plain rows", "damping raised"];
+    format!("error feedback:\n{}\n", table(&columns, 1, &rows))
+}
+
 fn closing_text(report: &BuildReport) -> String {
     let mut text = String::new();
+    if !report.feedback.is_empty() {
+        text += &feedback_table(&report.feedback);
+    }
     if !report.fallback_importance.is_empty() {
         let mut tensors: Vec<(String, Vec<usize>, &str, &str)> = Vec::new();
         for note in &report.fallback_importance {

@@ -112,11 +112,6 @@ impl Factor {
         )
     }
 
-    /// One value of `R`.
-    pub(super) fn at(&self, i: usize, j: usize) -> f32 {
-        self.r[j * self.columns + i]
-    }
-
     /// Whether no column says anything about another.
     pub(super) fn is_diagonal(&self) -> bool {
         (0..self.columns).all(|j| self.r[j * self.columns..][..j].iter().all(|&v| v == 0.0))
