@@ -18,24 +18,31 @@ use super::model::{sequences, tokenizer};
 /// Tokens that pass a layer together.
 const BATCH_TOKENS: usize = 2048;
 
-/// Error feedback in routed experts.
+/// Calibration text.
 #[derive(Debug, Args)]
-#[command(next_help_heading = "Error feedback")]
-pub(crate) struct CalibrationArguments {
-    /// Quantize routed experts with error feedback against their inputs on this text: plain text, or JSON lines with `text`.
-    /// May repeat.
+pub(crate) struct TextArguments {
+    /// Calibration text: plain text, or JSON lines with `text`; may repeat. `quantize` uses it for error feedback in routed
+    /// experts, `compare` for the error in their outputs.
     #[arg(long, value_name = "DATASET")]
     calibrate: Vec<PathBuf>,
-    /// What a layer's calibration sees of the layers before it.
-    #[arg(long, value_name = "WHICH", default_value = "source", requires = "calibrate",
-        value_parser = ["source", "quantized"])]
-    propagate: String,
     /// Use at most so many calibration tokens, from all files alike.
     #[arg(long, value_name = "N", requires = "calibrate")]
     calibrate_tokens: Option<usize>,
     /// Tokens of each sequence that calibration text is cut into.
     #[arg(long, value_name = "N", default_value_t = 512, requires = "calibrate")]
     calibrate_sequence: usize,
+}
+
+/// Error feedback in routed experts.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Error feedback")]
+pub(crate) struct CalibrationArguments {
+    #[command(flatten)]
+    text: TextArguments,
+    /// What a layer's calibration sees of the layers before it.
+    #[arg(long, value_name = "WHICH", default_value = "source", requires = "calibrate",
+        value_parser = ["source", "quantized"])]
+    propagate: String,
     /// Change a setting of the feedback, as damping=0.02; may repeat.
     #[arg(long = "feedback", value_name = "NAME=VALUE", value_delimiter = ',', requires = "calibrate")]
     feedback: Vec<String>,
@@ -52,15 +59,33 @@ pub(crate) struct CalibrationText {
 impl CalibrationArguments {
     /// Reads the text; `None`: no calibration is asked for.
     pub(crate) fn read(&self, model: &Path) -> anyhow::Result<Option<CalibrationText>> {
+        let mut settings = Settings::default();
+        for text in &self.feedback {
+            settings.set(text).map_err(|e| UsageError(format!("--feedback: {e}")))?;
+        }
+        let propagate = Propagate::NAMES.iter().find(|(name, _)| *name == self.propagate);
+        self.text.read(model, settings, propagate.context("the parser admits known names only")?.1)
+    }
+}
+
+impl TextArguments {
+    /// Reads the text for judging: second moments of each expert's own, nothing mixed in.
+    pub(crate) fn read_for_judging(&self, model: &Path) -> anyhow::Result<Option<CalibrationText>> {
+        let settings = Settings { mix: 0.0, prior_tokens: 0.0, mid_shrinkage: 0.0, ..Settings::default() };
+        self.read(model, settings, Propagate::Source)
+    }
+
+    fn read(
+        &self,
+        model: &Path,
+        settings: Settings,
+        propagate: Propagate,
+    ) -> anyhow::Result<Option<CalibrationText>> {
         if self.calibrate.is_empty() {
             return Ok(None);
         }
         if self.calibrate_sequence < 2 {
             return Err(UsageError("--calibrate-sequence: a sequence needs at least 2 tokens".to_owned()).into());
-        }
-        let mut settings = Settings::default();
-        for text in &self.feedback {
-            settings.set(text).map_err(|e| UsageError(format!("--feedback: {e}")))?;
         }
         let tokenizer = tokenizer(model)?;
         let mut files = Vec::new();
@@ -79,17 +104,16 @@ impl CalibrationArguments {
         let texts = take(files, self.calibrate_tokens.unwrap_or(usize::MAX));
         let n_tokens: usize = texts.iter().map(Vec::len).sum();
         anyhow::ensure!(n_tokens > 1, "the calibration texts hold no two tokens; give more text");
-        let propagate = Propagate::NAMES.iter().find(|(name, _)| *name == self.propagate);
-        let propagate = propagate.context("the parser admits known names only")?;
         let mut metadata = Metadata::default();
         let mut set = |key: &str, value| metadata.set(&format!("ggsmith.calibration.{key}"), value);
         set("files", Value::Array(Array::String(names)));
         set("sha256", Value::Array(Array::String(sums)));
         set("tokens", Value::U64(n_tokens as u64));
         set("sequence", Value::U32(self.calibrate_sequence as u32));
-        set("propagate", Value::String(propagate.0.to_owned()));
+        let name = Propagate::NAMES.iter().find(|(_, which)| *which == propagate).map_or("", |(name, _)| name);
+        set("propagate", Value::String(name.to_owned()));
         set("settings", Value::String(settings.to_string()));
-        Ok(Some(CalibrationText { texts, settings, propagate: propagate.1, metadata }))
+        Ok(Some(CalibrationText { texts, settings, propagate, metadata }))
     }
 }
 

@@ -104,7 +104,7 @@ class Lab:
             joined = "".join(open(text, encoding="utf-8").read() for text in texts)
             text = self.write(name + ".joined.txt", joined)
             program = os.path.join(self.options.llama, "llama-imatrix")
-            self.run(program, "-m", self.wide(), "-f", text, "-o", path, "-c", 512, "-b", 512, "-ngl", 0, "--no-warmup")
+            self.run(program, "-m", self.wide(), "-f", text, "-o", path, "-c", 512, "-b", 512, "-ngl", 0, "-t", 1)
         return path
 
     def ggml(self, name, imatrix, gate_up="iq2_xxs", down="q2_k"):
@@ -224,7 +224,7 @@ def llama(lab):
     program = os.path.join(lab.options.llama, "llama-perplexity")
     text = lab.write("heldout.txt", "".join(open(path, encoding="utf-8").read() for path in lab.heldout()))
     base = lab.path("base.kld")
-    common = ["-f", text, "-c", 512, "-b", 512, "-ngl", 0, "--no-warmup"]
+    common = ["-f", text, "-c", 512, "-b", 512, "-ngl", 0, "-t", 1]
     lab.run(program, "-m", lab.wide(), *common, "--kl-divergence-base", base)
     print("\n### Scored by llama.cpp\n\n| | mean KL | same top-1 |\n| --- | --- | --- |")
     for name, path in lab.three("all", lab.calibration()):

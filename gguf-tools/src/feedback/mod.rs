@@ -21,7 +21,8 @@ mod tests;
 use rayon::prelude::*;
 
 pub use factor::{Factor, Order};
-pub use moments::{SecondMoments, mixed, shrunk_to_diagonal};
+pub use moments::{SecondMoments, mixed, quadratic, shrunk_to_diagonal};
+pub use walk::Work;
 pub use settings::{Settings, UnknownSetting};
 
 use crate::block::BlockType;
@@ -56,6 +57,9 @@ pub struct Report {
     pub plain_error: f64,
     /// Full error of the bytes written, likewise.
     pub error: f64,
+    /// The walk's matrix products.
+    #[serde(skip)]
+    pub work: Work,
 }
 
 /// Whether a format has a walk.
@@ -116,6 +120,7 @@ impl Feedback {
             n_plain_rows: sum.n_plain_rows,
             plain_error: sum.plain,
             error: sum.chosen,
+            work: sum.work,
             ..base
         })
     }
@@ -127,7 +132,8 @@ impl Feedback {
         factor: &Factor,
         out: &mut [u8],
     ) -> Result<walk::Sums, QuantizeError> {
-        let walk = walk::Walk { settings: &self.settings, plain: self.plain, factor };
+        let work = std::cell::Cell::default();
+        let walk = walk::Walk { settings: &self.settings, plain: self.plain, factor, work };
         match target {
             BlockType::Iq2Xxs => walk.run::<codebook::Iq2Xxs>(weights, out),
             BlockType::Q2K => walk.run::<affine::Scalars<affine::Q2K>>(weights, out),

@@ -99,3 +99,18 @@ pub fn shrunk_to_diagonal(matrix: &mut [f32], columns: usize, share: f64) {
         }
     }
 }
+
+/// `tr(X H X^T)` of rows `x` (`[rows, columns]`) under a `[columns, columns]` symmetric matrix.
+pub fn quadratic(x: &[f32], h: &[f32], columns: usize) -> f64 {
+    let h = MatRef::from_column_major_slice(h, columns, columns);
+    let mut sum = 0.0;
+    for rows in x.chunks(ROWS * columns) {
+        let n = rows.len() / columns;
+        let mut product = vec![0.0; rows.len()];
+        let to = MatMut::from_row_major_slice_mut(&mut product, n, columns);
+        let from = MatRef::from_row_major_slice(rows, n, columns);
+        faer::linalg::matmul::matmul(to, Accum::Replace, from, h, 1.0f32, Par::Seq);
+        sum += product.iter().zip(rows).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    }
+    sum
+}

@@ -3,6 +3,9 @@
 //! Values lie column by column in the order of the walk, `[columns, stride]` with `stride` the rows rounded up to whole
 //! lanes, so that eight rows are worked on side by side and matrix products need no copies.
 
+use std::cell::Cell;
+use std::time::Instant;
+
 use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatMut, MatRef, Par};
 use half::f16;
@@ -114,12 +117,28 @@ struct Trial {
     cost: Vec<f64>,
 }
 
-/// Errors of some rows, summed, in units of the factor.
+/// Errors of some rows, summed, in units of the factor, and what they cost.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Sums {
     pub(super) n_plain_rows: usize,
     pub(super) plain: f64,
     pub(super) chosen: f64,
+    pub(super) work: Work,
+}
+
+/// Matrix products: operations and the time they took.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Work {
+    /// Multiplications and additions.
+    pub operations: f64,
+    /// Seconds, summed over threads.
+    pub seconds: f64,
+}
+
+impl Work {
+    pub(super) fn plus(self, other: Self) -> Self {
+        Self { operations: self.operations + other.operations, seconds: self.seconds + other.seconds }
+    }
 }
 
 impl Sums {
@@ -128,6 +147,7 @@ impl Sums {
             n_plain_rows: self.n_plain_rows + other.n_plain_rows,
             plain: self.plain + other.plain,
             chosen: self.chosen + other.chosen,
+            work: self.work.plus(other.work),
         }
     }
 }
@@ -136,6 +156,7 @@ pub(super) struct Walk<'a> {
     pub(super) settings: &'a Settings,
     pub(super) plain: RowByRow,
     pub(super) factor: &'a Factor,
+    pub(super) work: Cell<Work>,
 }
 
 /// A matrix `[rows, columns]` in the layout of this module.
@@ -175,7 +196,9 @@ impl Walk<'_> {
             if first > 0 {
                 let r = self.factor.part(0..first, first..first + F::BLOCK);
                 let done = view(&differences[..first * stride], stride);
-                carry(view_mut(&mut carried, stride), done, r, Accum::Replace);
+                self.timed(stride * first * F::BLOCK, || {
+                    carry(view_mut(&mut carried, stride), done, r, Accum::Replace);
+                });
             }
             let weights = &w[first * stride..][..F::BLOCK * stride];
             let place = Place { first, stride, n_rows, weights, carried: &carried };
@@ -197,9 +220,19 @@ impl Walk<'_> {
                 n_plain_rows: usize::from(keeps),
                 plain: plain[row],
                 chosen: if keeps { plain[row] } else { cost[row] },
+                work: Work::default(),
             });
         }
+        sums.work = self.work.get();
         Ok(sums)
+    }
+
+    /// A matrix product of so many multiplications, noted.
+    fn timed(&self, multiplications: usize, product: impl FnOnce()) {
+        let start = Instant::now();
+        product();
+        let seconds = start.elapsed().as_secs_f64();
+        self.work.set(self.work.get().plus(Work { operations: 2.0 * multiplications as f64, seconds }));
     }
 
     /// Rows to columns in the order of the walk.
@@ -241,7 +274,9 @@ impl Walk<'_> {
             let product = &mut product[..(end - first) * stride];
             let r = self.factor.part(0..end, first..end);
             let known = view(&differences[..end * stride], stride);
-            carry(view_mut(product, stride), known, r, Accum::Replace);
+            self.timed(stride * end * (end - first), || {
+                carry(view_mut(product, stride), known, r, Accum::Replace);
+            });
             for column in product.chunks_exact(stride) {
                 for (error, &y) in errors.iter_mut().zip(column) {
                     *error += f64::from(y) * f64::from(y);
@@ -275,7 +310,9 @@ impl Walk<'_> {
         let mut targets = place.weights.to_vec();
         if first > 0 {
             let inverse = inverse_of(r);
-            add_carried(view_mut(&mut targets, stride), view(place.carried, stride), inverse.as_ref());
+            self.timed(stride * F::BLOCK * F::BLOCK, || {
+                add_carried(view_mut(&mut targets, stride), view(place.carried, stride), inverse.as_ref());
+            });
         }
         let places = self.places::<F>(first);
         let mut importance = vec![0.0; F::BLOCK];
@@ -355,7 +392,9 @@ impl Walk<'_> {
             self.plain.level.run(Run::<F>(task, std::marker::PhantomData));
             if !later.is_empty() {
                 let r = self.factor.part(at, place.first + end..place.first + F::BLOCK);
-                carry(view_mut(later, stride), view(&trial.differences[range], stride), r, Accum::Add);
+                self.timed(stride * F::SUB_BLOCK * (F::BLOCK - end), || {
+                    carry(view_mut(later, stride), view(&trial.differences[range], stride), r, Accum::Add);
+                });
             }
         }
         trial
@@ -384,7 +423,9 @@ impl Walk<'_> {
         let r = self.factor.part(at.clone(), at);
         let product = |values: &[f32]| {
             let mut product = Mat::<f32>::zeros(stride, F::BLOCK);
-            matmul(product.as_mut(), Accum::Replace, view(values, stride), r, 1.0, Par::Seq);
+            self.timed(stride * F::BLOCK * F::BLOCK, || {
+                matmul(product.as_mut(), Accum::Replace, view(values, stride), r, 1.0, Par::Seq);
+            });
             product
         };
         let (a, b, mut c) = (product(&units.0), product(&units.1), product(place.weights));

@@ -9,9 +9,6 @@ mod gather;
 mod patched;
 mod streams;
 
-#[cfg(test)]
-mod tests;
-
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
