@@ -37,7 +37,8 @@ fn main() {
     let rows: usize = sizes.next().unwrap_or(2048);
     let threads = rayon::ThreadPoolBuilder::new().num_threads(1).build().expect("one thread");
     let mut random = Pcg64::seed_from_u64(1);
-    let mut normal = || (0..4).map(|_| f64::from(random.next_u32()) / 4_294_967_296.0 - 0.5).sum::<f64>() as f32;
+    let mut normal =
+        || (0..4).map(|_| f64::from(random.next_u32()) / 4_294_967_296.0 - 0.5).sum::<f64>() as f32;
 
     let n_inputs = 1024;
     let inputs: Vec<f32> = (0..n_inputs * columns).map(|_| normal()).collect();
@@ -55,9 +56,13 @@ fn main() {
     let diagonal: Vec<f32> = (0..columns).map(|i| moments[i * columns + i]).collect();
     let feedback = Feedback::default();
     for target in [BlockType::Iq2Xxs, BlockType::Q2K, BlockType::Q4K] {
-        let (factor, taken) = seconds(|| feedback.factor(target, &moments, columns).expect("positive definite"));
+        let (factor, taken) =
+            seconds(|| feedback.factor(target, &moments, columns).expect("positive definite"));
         let cholesky = (columns as f64).powi(3) / 3.0;
-        println!("{target}: factor of {columns} x {columns}: {taken:.2} s, {:.1} Gop/s in double precision", cholesky / taken / 1e9);
+        println!(
+            "{target}: factor of {columns} x {columns}: {taken:.2} s, {:.1} Gop/s in double precision",
+            cholesky / taken / 1e9
+        );
         let before = rate(1536);
         let mut out = vec![0; rows * columns / target.values_per_block() * target.bytes_per_block()];
         let (report, taken) = seconds(|| {

@@ -3,9 +3,7 @@
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::build::{
-    BuildError, Calibration, FallbackImportance, LayerBytes, MatrixInput, Regenerator,
-};
+use crate::build::{BuildError, Calibration, FallbackImportance, LayerBytes, MatrixInput, Regenerator};
 use crate::feedback::quadratic;
 use crate::gguf::{Gguf, TensorInfo};
 use crate::importance::ImportanceSource;

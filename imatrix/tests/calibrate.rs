@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use gguf_tools::block::BlockType;
 use gguf_tools::build::{
-    BuildError, BuildOptions, BuildReport, Calibration, CalibrationError, ExpertMoments, LayerBytes,
-    MatrixInput, build_calibrated,
+    BuildError, BuildOptions, BuildReport, ByFeedback, Calibration, CalibrationError, ExpertMoments,
+    LayerBytes, MatrixInput, build_calibrated,
 };
 use gguf_tools::checkpoint::Checkpoint;
 use gguf_tools::feedback::{Feedback, Settings};
@@ -53,9 +53,10 @@ fn pass(out: &Path, propagate: Propagate, threads: usize, batch_tokens: usize) -
 }
 
 fn build(calibration: &mut dyn Calibration, out: &Path) -> Result<BuildReport, BuildError> {
-    let source = CheckpointSource::new(Checkpoint::open(&nano()).expect("opens")).expect("sound");
+    let source = CheckpointSource::new(Checkpoint::open(nano()).expect("opens")).expect("sound");
     let plan = plan(&source);
-    build_calibrated(&plan, &source, &NoImportance, calibration, &Feedback::default(), out, OPTIONS, &Silent)
+    let by = ByFeedback { calibration, quantizer: &Feedback::default() };
+    build_calibrated(&plan, &source, &NoImportance, by, out, OPTIONS, &Silent)
 }
 
 /// A pass that breaks off at one point.
@@ -172,10 +173,13 @@ fn calibration_text_is_plain_or_json_lines() {
         read_documents(&path)
     };
     assert_eq!(file(b"one\n{two}\n").expect("plain")[0].text, "one\n{two}\n");
-    let lines = file(b"{\"kind\":\"code\",\"id\":\"a\",\"text\":\"x\"}\n\n{\"text\":\"y\"}\n").expect("lines");
+    let lines =
+        file(b"{\"kind\":\"code\",\"id\":\"a\",\"text\":\"x\"}\n\n{\"text\":\"y\"}\n").expect("lines");
     assert_eq!((lines.len(), lines[0].kind.as_str(), lines[1].text.as_str()), (2, "code", "y"));
     let error = file(b"{\"text\":\"x\"}\nnot json\n").expect_err("a bad line").to_string();
     assert!(error.contains("line 2"), "{error}");
     assert!(file(b"fine\n\xff\n").expect_err("not text").to_string().contains("line 2"));
-    assert!(read_documents(Path::new("/nowhere/at/all")).expect_err("missing").to_string().contains("/nowhere"));
+    assert!(
+        read_documents(Path::new("/nowhere/at/all")).expect_err("missing").to_string().contains("/nowhere")
+    );
 }

@@ -85,7 +85,9 @@ impl TextArguments {
             return Ok(None);
         }
         if self.calibrate_sequence < 2 {
-            return Err(UsageError("--calibrate-sequence: a sequence needs at least 2 tokens".to_owned()).into());
+            return Err(
+                UsageError("--calibrate-sequence: a sequence needs at least 2 tokens".to_owned()).into()
+            );
         }
         let tokenizer = tokenizer(model)?;
         let mut files = Vec::new();
@@ -105,12 +107,13 @@ impl TextArguments {
         let n_tokens: usize = texts.iter().map(Vec::len).sum();
         anyhow::ensure!(n_tokens > 1, "the calibration texts hold no two tokens; give more text");
         let mut metadata = Metadata::default();
-        let mut set = |key: &str, value| metadata.set(&format!("ggsmith.calibration.{key}"), value);
+        let mut set = |key: &str, value| metadata.set(format!("ggsmith.calibration.{key}"), value);
         set("files", Value::Array(Array::String(names)));
         set("sha256", Value::Array(Array::String(sums)));
         set("tokens", Value::U64(n_tokens as u64));
         set("sequence", Value::U32(self.calibrate_sequence as u32));
-        let name = Propagate::NAMES.iter().find(|(_, which)| *which == propagate).map_or("", |(name, _)| name);
+        let name =
+            Propagate::NAMES.iter().find(|(_, which)| *which == propagate).map_or("", |(name, _)| name);
         set("propagate", Value::String(name.to_owned()));
         set("settings", Value::String(settings.to_string()));
         Ok(Some(CalibrationText { texts, settings, propagate, metadata }))

@@ -111,8 +111,19 @@ pub(crate) fn text(comparison: &Comparison) -> String {
             ]
         })
         .collect();
-    let columns =
-        ["tensor", "source", "file", "rmse", "relative", "weighted", "alignment", "outputs", "max", "cosine", "bytes"];
+    let columns = [
+        "tensor",
+        "source",
+        "file",
+        "rmse",
+        "relative",
+        "weighted",
+        "alignment",
+        "outputs",
+        "max",
+        "cosine",
+        "bytes",
+    ];
     let mut text = table(&columns, 3, &rows);
     for name in &comparison.missing {
         text += &format!("\nmissing in the file: {name}");

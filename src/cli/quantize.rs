@@ -5,7 +5,9 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
-use gguf_tools::build::{BuildOptions, BuildReport, FeedbackOutcome, build, build_calibrated, is_walked};
+use gguf_tools::build::{
+    BuildOptions, BuildReport, ByFeedback, FeedbackOutcome, build, build_calibrated, is_walked,
+};
 use gguf_tools::plan::{Conversion, Plan};
 use imatrix::{Imatrix, MissingPolicy, StackedTensor, TensorCoverage};
 
@@ -66,8 +68,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let hash_files = !arguments.dry_run;
     let text = arguments.calibration.read(arguments.source.path())?;
     let more = text.as_ref().map(|text| text.metadata.clone()).unwrap_or_default();
-    let plan =
-        make_plan_with(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files, &more)?;
+    let plan = make_plan_with(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files, &more)?;
     warn_of(&plan);
     if let Some(matrix) = &matrix {
         report_coverage(&plan, matrix, &arguments.importance, arguments.json)?;
@@ -99,23 +100,14 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let result = match text {
         None => build(&plan, source.as_ref(), importance, &arguments.out, options, &reporter),
         Some(text) => {
-            let identity = plan_identity(&plan);
+            let identity = plan.identity();
             let beside = Some(arguments.out.as_path());
             let model = arguments.source.path();
             let (mut pass, mut quantizer) = text.pass(model, beside, &identity, threads.unwrap_or(0))?;
             quantizer.plain.objective = plan.objective;
             quantizer.plain.scale_gain = plan.recipe.scale_gain;
-            let source = source.as_ref();
-            build_calibrated(
-                &plan,
-                source,
-                importance,
-                &mut pass,
-                &quantizer,
-                &arguments.out,
-                options,
-                &reporter,
-            )
+            let by = ByFeedback { calibration: &mut pass, quantizer: &quantizer };
+            build_calibrated(&plan, source.as_ref(), importance, by, &arguments.out, options, &reporter)
         }
     };
     reporter.finish();
@@ -179,13 +171,6 @@ fn coverage_row(tensor: &TensorCoverage) -> Vec<String> {
         count(tensor.counts.map(|c| c.min)),
         count(tensor.counts.map(|c| c.median)),
     ]
-}
-
-/// Hash of everything that the file says about itself: which plan and source activations belong to.
-fn plan_identity(plan: &Plan) -> String {
-    use sha2::{Digest, Sha256};
-    let sum = Sha256::digest(plan.layout.header_bytes());
-    sum.iter().map(|byte| format!("{byte:02x}")).collect()
 }
 
 /// One row a tensor: what error feedback did.

@@ -41,7 +41,7 @@ class Lab:
 
     def run(self, *command):
         print("+", " ".join(map(str, command)), file=sys.stderr, flush=True)
-        done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, encoding="utf-8", errors="replace")
         if done.returncode != 0:
             sys.exit(f"failed ({done.returncode}): {' '.join(map(str, command))}\n{done.stdout[-2000:]}{done.stderr[-3000:]}")
         return done.stdout
@@ -96,7 +96,7 @@ class Lab:
 
     def wide(self):
         """The `q2` recipe with routed experts left in F32: what llama.cpp's tools start from."""
-        return self.made("wide", "--hf", self.source(), "--recipe", "q2", "--experts", "F32")
+        return self.made("wide", "--hf", self.source(), "--recipe", "q2", "--experts", "F32", "--alignment", 32)
 
     def imatrix(self, name, texts):
         path = self.path(name + ".imatrix.gguf")
@@ -229,7 +229,7 @@ def llama(lab):
     print("\n### Scored by llama.cpp\n\n| | mean KL | same top-1 |\n| --- | --- | --- |")
     for name, path in lab.three("all", lab.calibration()):
         command = [program, "-m", path, *common, "--kl-divergence-base", base, "--kl-divergence"]
-        done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+        done = subprocess.run([str(part) for part in command], capture_output=True, encoding="utf-8", errors="replace")
         out = done.stdout + done.stderr
         kl = re.search(r"Mean\s+KLD:\s*(.*)", out)
         top = re.search(r"Same top p:\s*(.*)", out)

@@ -67,12 +67,7 @@ pub(crate) fn read_iq2_xxs(block: &[u8]) -> (f16, [u8; 16]) {
 }
 
 /// Lays out an IQ2_XXS block. `eight`: number of the entry, and the signs (bit set: negative, their number even) of eight values.
-pub(crate) fn write_iq2_xxs(
-    d: f16,
-    scales: &[u8; 16],
-    eight: impl Fn(usize) -> (u8, u8),
-    block: &mut [u8],
-) {
+pub(crate) fn write_iq2_xxs(d: f16, scales: &[u8; 16], eight: impl Fn(usize) -> (u8, u8), block: &mut [u8]) {
     block[..2].copy_from_slice(&d.to_le_bytes());
     for (group, bytes) in block[2..].chunks_exact_mut(8).enumerate() {
         let mut word = u32::from(scales[group]) << 28;

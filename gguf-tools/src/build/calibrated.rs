@@ -10,7 +10,9 @@ use rayon::prelude::*;
 use serde::Serialize;
 
 use super::unit::{self, Importances};
-use super::{BuildError, BuildOptions, BuildReport, FallbackImportance, FileSink, Sink, compute_wave, identity};
+use super::{
+    BuildError, BuildOptions, BuildReport, FallbackImportance, FileSink, Sink, compute_wave, identity,
+};
 use crate::feedback::{self, Feedback};
 use crate::importance::ImportanceSource;
 use crate::model::Family;
@@ -117,6 +119,14 @@ pub struct FeedbackOutcome {
     pub report: feedback::Report,
 }
 
+/// What error feedback needs besides a plan.
+pub struct ByFeedback<'a> {
+    /// Gives second moments.
+    pub calibration: &'a mut dyn Calibration,
+    /// Uses them.
+    pub quantizer: &'a Feedback,
+}
+
 /// Builds the file of a plan with error feedback in its routed experts.
 ///
 /// Output, interruption and resumption are as in [`super::build`].
@@ -127,18 +137,19 @@ pub fn build_calibrated(
     plan: &Plan,
     source: &dyn WeightSource,
     importance: &dyn ImportanceSource,
-    calibration: &mut dyn Calibration,
-    quantizer: &Feedback,
+    by: ByFeedback<'_>,
     out: &std::path::Path,
     options: BuildOptions,
     progress: &dyn Progress,
 ) -> Result<BuildReport, BuildError> {
+    let ByFeedback { calibration, quantizer } = by;
     let header = plan.layout.header_bytes();
     let identity = identity(plan, &header, importance, options);
     let mut sink = FileSink::open(out, plan.file_bytes(), &identity, &source.files(), options)?;
     let resumed_bytes = sink.done_bytes();
     let ready = calibration.ready_layer();
-    let is_before = |s: &&Range<usize>| plan.tensors[s.start].spec.layer.is_some_and(|l| (l as usize) < ready);
+    let is_before =
+        |s: &&Range<usize>| plan.tensors[s.start].spec.layer.is_some_and(|l| (l as usize) < ready);
     if segments(plan).iter().filter(is_before).any(|s| end_of(plan, s) > resumed_bytes) {
         // Activations of a run whose part file is gone.
         calibration.restart();
@@ -297,7 +308,8 @@ impl Job<'_> {
             .into_par_iter()
             .map(|expert| self.expert(calibration, expert))
             .collect::<Result<_, _>>()?;
-        let mut tensors: Vec<(usize, Vec<u8>)> = self.walked.iter().map(|&index| (index, Vec::new())).collect();
+        let mut tensors: Vec<(usize, Vec<u8>)> =
+            self.walked.iter().map(|&index| (index, Vec::new())).collect();
         let mut found: Vec<Vec<FeedbackOutcome>> = vec![Vec::new(); tensors.len()];
         for expert in experts {
             for (index, bytes, outcome) in expert {
@@ -351,15 +363,12 @@ impl Job<'_> {
         self.source.read_rows(&tensor.spec, expert, 0..rows, &mut values)?;
         let mut bytes = vec![0; rows * tensor.row_bytes()];
         let name = || tensor.spec.gguf_name.clone();
-        let report = match factor {
-            Some(factor) => {
-                self.quantizer.quantize_by(tensor.target, &values, &moments.diagonal, factor, &mut bytes)
-            }
-            None => {
-                // Nothing to walk by: the diagonal is all there is.
-                let diagonal = crate::quantize::Diagonal(Some(&moments.diagonal));
-                self.quantizer.quantize_reporting(tensor.target, &values, columns, &diagonal, &mut bytes)
-            }
+        let report = if let Some(factor) = factor {
+            self.quantizer.quantize_by(tensor.target, &values, &moments.diagonal, factor, &mut bytes)
+        } else {
+            // Nothing to walk by: the diagonal is all there is.
+            let diagonal = crate::quantize::Diagonal(Some(&moments.diagonal));
+            self.quantizer.quantize_reporting(tensor.target, &values, columns, &diagonal, &mut bytes)
         };
         let report = report.map_err(|source| BuildError::Quantize { tensor: name(), source })?;
         self.source.release(&tensor.spec, expert);
@@ -398,7 +407,11 @@ impl Job<'_> {
     }
 
     /// Writes a segment that needs no moments.
-    fn write_plain(&self, importances: &mut Importances<'_>, writer: &mut Writer<'_>) -> Result<(), BuildError> {
+    fn write_plain(
+        &self,
+        importances: &mut Importances<'_>,
+        writer: &mut Writer<'_>,
+    ) -> Result<(), BuildError> {
         self.write(&[], importances, writer)
     }
 

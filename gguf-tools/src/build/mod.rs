@@ -18,8 +18,8 @@ use serde::Serialize;
 use sha2::{Digest, Sha256};
 
 pub use calibrated::{
-    Calibration, CalibrationError, ExpertMoments, FeedbackOutcome, LayerBytes, MatrixInput, build_calibrated,
-    calibrated_memory_bytes, is_walked,
+    ByFeedback, Calibration, CalibrationError, ExpertMoments, FeedbackOutcome, LayerBytes, MatrixInput,
+    build_calibrated, calibrated_memory_bytes, is_walked,
 };
 pub use part::{FileSink, Journal, Sink, free_bytes};
 pub(crate) use regenerate::Regenerator;

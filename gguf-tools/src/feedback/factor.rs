@@ -7,12 +7,12 @@
 //! columns that are done. That is the conditional update of GPTQ (Frantar et al. 2022), without the inverse of `H`:
 //! `S_b R_bb^-1 = D_f H_fr (H_rr^-1)_.b`, `r` being the columns that are not done yet.
 
+use faer::dyn_stack::{MemBuffer, MemStack};
 use faer::linalg::cholesky::llt::factor::{LltParams, cholesky_in_place, cholesky_in_place_scratch};
 use faer::linalg::matmul::matmul;
 use faer::prelude::default;
 use faer::traits::ComplexField;
 use faer::{Accum, Mat, MatMut, MatRef, Par, Spec};
-use faer::dyn_stack::{MemBuffer, MemStack};
 
 /// In which order columns are walked.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -26,7 +26,8 @@ pub enum Order {
 
 impl Order {
     /// Every order with the name users type.
-    pub const NAMES: [(&'static str, Self); 2] = [("natural", Self::Natural), ("descending", Self::Descending)];
+    pub const NAMES: [(&'static str, Self); 2] =
+        [("natural", Self::Natural), ("descending", Self::Descending)];
 }
 
 /// Times that damping is raised tenfold before a matrix is given up.
@@ -50,7 +51,14 @@ impl Factor {
     /// `block` columns share a scale `d`, `sub_block` columns a scale of their own: both stay together in any order.
     /// Damping is raised tenfold where the matrix is not positive definite in spite of it. `None`: the matrix is not finite, has
     /// no positive diagonal, or nothing helps.
-    pub fn new(h: &[f32], columns: usize, order: Order, block: usize, sub_block: usize, damping: f64) -> Option<Self> {
+    pub fn new(
+        h: &[f32],
+        columns: usize,
+        order: Order,
+        block: usize,
+        sub_block: usize,
+        damping: f64,
+    ) -> Option<Self> {
         assert_eq!(h.len(), columns * columns, "a square matrix");
         let diagonal: Vec<f64> = (0..columns).map(|i| f64::from(h[i * columns + i])).collect();
         let mean = diagonal.iter().sum::<f64>() / columns as f64;
@@ -103,7 +111,11 @@ impl Factor {
     }
 
     /// Rows `rows`, columns `columns` of `R`.
-    pub(super) fn part(&self, rows: std::ops::Range<usize>, columns: std::ops::Range<usize>) -> MatRef<'_, f32> {
+    pub(super) fn part(
+        &self,
+        rows: std::ops::Range<usize>,
+        columns: std::ops::Range<usize>,
+    ) -> MatRef<'_, f32> {
         MatRef::from_column_major_slice(&self.r, self.columns, self.columns).submatrix(
             rows.start,
             columns.start,

@@ -22,8 +22,8 @@ use rayon::prelude::*;
 
 pub use factor::{Factor, Order};
 pub use moments::{SecondMoments, mixed, quadratic, shrunk_to_diagonal};
-pub use walk::Work;
 pub use settings::{Settings, UnknownSetting};
+pub use walk::Work;
 
 use crate::block::BlockType;
 use crate::quantize::{Curvature, Diagonal, MatrixQuantizer, QuantizeError, RowByRow};

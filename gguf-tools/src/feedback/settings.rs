@@ -18,8 +18,6 @@ pub struct Settings {
     pub refits: u32,
     /// Scale indices on each side of the guessed one that are tried.
     pub reach: u32,
-    /// Sweeps over finished codes.
-    pub sweeps: u32,
     /// Share of the layer's mean in an expert's second moments of inputs.
     pub mix: f64,
     /// Tokens at which the layer's mean and the expert's own second moments have equal weight.
@@ -38,7 +36,6 @@ impl Default for Settings {
             d_factors: vec![1.0],
             refits: 1,
             reach: 1,
-            sweeps: 0,
             mix: 0.2,
             prior_tokens: 0.0,
             mid_shrinkage: 0.0,
@@ -66,13 +63,16 @@ impl Settings {
         let problem = |problem: &str| UnknownSetting { text: text.to_owned(), problem: problem.to_owned() };
         let (name, value) = text.split_once('=').ok_or_else(|| problem("expected NAME=VALUE"))?;
         let share = || number(value, 0.0..=1.0).ok_or_else(|| problem("expected a number from 0 to 1"));
-        let count = || value.parse().ok().filter(|&n| n <= 64).ok_or_else(|| problem("expected a whole number up to 64"));
+        let count = || {
+            value.parse().ok().filter(|&n| n <= 64).ok_or_else(|| problem("expected a whole number up to 64"))
+        };
         match name {
             "damping" => self.damping = share()?,
             "mix" => self.mix = share()?,
             "mid-shrinkage" => self.mid_shrinkage = share()?,
             "prior-tokens" => {
-                self.prior_tokens = number(value, 0.0..=1e9).ok_or_else(|| problem("expected a number of tokens"))?;
+                self.prior_tokens =
+                    number(value, 0.0..=1e9).ok_or_else(|| problem("expected a number of tokens"))?;
             }
             "order" => {
                 let found = Order::NAMES.iter().find(|(name, _)| *name == value);
@@ -81,17 +81,17 @@ impl Settings {
             "d-factors" => {
                 let factors: Option<Vec<f32>> =
                     value.split('/').map(|v| number(v, 0.1..=10.0).map(|v| v as f32)).collect();
-                self.d_factors = factors.ok_or_else(|| problem("expected factors from 0.1 to 10, as 0.9/1/1.1"))?;
+                self.d_factors =
+                    factors.ok_or_else(|| problem("expected factors from 0.1 to 10, as 0.9/1/1.1"))?;
             }
             "route-weighted" => {
                 self.route_weighted = value.parse().map_err(|_| problem("expected true or false"))?;
             }
             "refits" => self.refits = count()?,
             "reach" => self.reach = count()?,
-            "sweeps" => self.sweeps = count()?,
             _ => {
                 return Err(problem(
-                    "known are damping, order, d-factors, refits, reach, sweeps, mix, prior-tokens, mid-shrinkage, route-weighted",
+                    "known are damping, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, route-weighted",
                 ));
             }
         }
@@ -121,12 +121,11 @@ impl fmt::Display for Settings {
         let factors: Vec<_> = self.d_factors.iter().map(f32::to_string).collect();
         write!(
             f,
-            "damping={},order={order},d-factors={},refits={},reach={},sweeps={},mix={},prior-tokens={},mid-shrinkage={},route-weighted={}",
+            "damping={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},route-weighted={}",
             self.damping,
             factors.join("/"),
             self.refits,
             self.reach,
-            self.sweeps,
             self.mix,
             self.prior_tokens,
             self.mid_shrinkage,

@@ -33,7 +33,8 @@ impl Numbers {
             let factors: Vec<f64> = (0..rank).map(|_| self.normal()).collect();
             let row: Vec<f32> = (0..columns)
                 .map(|c| {
-                    let sum: f64 = (0..rank).map(|r| factors[r] * f64::from(directions[r * columns + c])).sum();
+                    let sum: f64 =
+                        (0..rank).map(|r| factors[r] * f64::from(directions[r * columns + c])).sum();
                     (sum + noise * self.normal()) as f32
                 })
                 .collect();
@@ -69,10 +70,17 @@ fn bytes_of(target: BlockType, weights: &[f32]) -> usize {
     weights.len() / target.values_per_block() * target.bytes_per_block()
 }
 
-fn walk(feedback: &Feedback, target: BlockType, weights: &[f32], h: &[f32], columns: usize) -> (Vec<u8>, Report) {
+fn walk(
+    feedback: &Feedback,
+    target: BlockType,
+    weights: &[f32],
+    h: &[f32],
+    columns: usize,
+) -> (Vec<u8>, Report) {
     let mut out = vec![0xA5; bytes_of(target, weights)];
     let curvature = Moments::new(h, columns);
-    let report = feedback.quantize_reporting(target, weights, columns, &curvature, &mut out).expect("writable");
+    let report =
+        feedback.quantize_reporting(target, weights, columns, &curvature, &mut out).expect("writable");
     (out, report)
 }
 
@@ -120,7 +128,8 @@ fn the_conditional_update_is_the_direct_solution_to_1e_8() {
         (0..n).for_each(|i| h[(i, i)] += 0.01);
         let r = upper_factor(h.clone()).expect("positive definite");
         let product = &r * r.transpose();
-        let worst = (0..n * n).map(|k| (product[(k / n, k % n)] - h[(k / n, k % n)]).abs()).fold(0.0, f64::max);
+        let worst =
+            (0..n * n).map(|k| (product[(k / n, k % n)] - h[(k / n, k % n)]).abs()).fold(0.0, f64::max);
         assert!(worst < 1e-9 * h[(0, 0)], "{worst}");
 
         let rows = 3;
@@ -154,9 +163,15 @@ fn where_columns_say_nothing_about_each_other_the_plain_search_is_the_answer_cod
     for target in WALKED {
         let mut h = vec![0.0; columns * columns];
         (0..columns).for_each(|i| h[i * columns + i] = 2.5);
-        assert_eq!(walk(&feedback(""), target, &weights, &h, columns).0, plain(target, &weights, &h, columns));
+        assert_eq!(
+            walk(&feedback(""), target, &weights, &h, columns).0,
+            plain(target, &weights, &h, columns)
+        );
         (0..columns).for_each(|i| h[i * columns + i] = 0.1 + numbers.uniform() as f32);
-        assert_eq!(walk(&feedback(""), target, &weights, &h, columns).0, plain(target, &weights, &h, columns));
+        assert_eq!(
+            walk(&feedback(""), target, &weights, &h, columns).0,
+            plain(target, &weights, &h, columns)
+        );
     }
 }
 
@@ -288,7 +303,8 @@ fn moments_do_not_depend_on_how_inputs_are_handed_over_and_weigh_them() {
 fn settings_read_what_they_print_and_refuse_the_rest() {
     let settings: Settings = "damping=0.05,order=natural,d-factors=0.9/1.1,mix=0.3".parse().expect("sound");
     assert_eq!(settings.to_string().parse(), Ok(settings));
-    for wrong in ["damping", "damping=x", "mix=2", "colour=red", "order=random", "d-factors=0", "reach=1000"] {
+    for wrong in ["damping", "damping=x", "mix=2", "colour=red", "order=random", "d-factors=0", "reach=1000"]
+    {
         assert!(wrong.parse::<Settings>().unwrap_err().to_string().contains(wrong));
     }
 }

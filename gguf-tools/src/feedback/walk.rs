@@ -99,9 +99,9 @@ struct Scales {
     d: Vec<f32>,
     /// `[stride]`.
     dmin: Vec<f32>,
-    /// `[sub-blocks, stride]`.
-    scales: Vec<u8>,
-    /// `[sub-blocks, stride]`.
+    /// Scale indices, `[sub-blocks, stride]`.
+    indices: Vec<u8>,
+    /// Minimum indices, `[sub-blocks, stride]`.
     minimums: Vec<u8>,
 }
 
@@ -331,7 +331,7 @@ impl Walk<'_> {
         let mut guess = Scales {
             d: vec![0.0; stride],
             dmin: vec![0.0; stride],
-            scales: vec![0; n_sub_blocks * stride],
+            indices: vec![0; n_sub_blocks * stride],
             minimums: vec![0; n_sub_blocks * stride],
         };
         let mut row_values = vec![0.0; F::BLOCK];
@@ -347,7 +347,7 @@ impl Walk<'_> {
             guess.dmin[row] = stored.dmin.to_f32();
             for sub_block in 0..n_sub_blocks {
                 let at = places[sub_block * F::SUB_BLOCK] / F::SUB_BLOCK;
-                guess.scales[sub_block * stride + row] = stored.scales[at];
+                guess.indices[sub_block * stride + row] = stored.scales[at];
                 guess.minimums[sub_block * stride + row] = stored.minimums[at];
             }
         }
@@ -382,7 +382,7 @@ impl Walk<'_> {
                 carried: &now[range.start..],
                 d: &trial.scales.d,
                 dmin: &trial.scales.dmin,
-                scales: &mut trial.scales.scales[row.clone()],
+                scales: &mut trial.scales.indices[row.clone()],
                 minimums: &mut trial.scales.minimums[row],
                 codes: &mut trial.codes[range.clone()],
                 differences: &mut trial.differences[range.clone()],
@@ -411,7 +411,7 @@ impl Walk<'_> {
                 for (i, code) in codes.iter_mut().take(F::SUB_BLOCK).enumerate() {
                     *code = trial.codes[(start + i) * stride + row];
                 }
-                let scale = trial.scales.scales[sub_block * stride + row];
+                let scale = trial.scales.indices[sub_block * stride + row];
                 let minimum = trial.scales.minimums[sub_block * stride + row];
                 for i in 0..F::SUB_BLOCK {
                     let at = (start + i) * stride + row;
@@ -464,7 +464,7 @@ impl Walk<'_> {
             }
             for sub_block in 0..F::BLOCK / F::SUB_BLOCK {
                 let at = places[sub_block * F::SUB_BLOCK] / F::SUB_BLOCK;
-                stored.scales[at] = trial.scales.scales[sub_block * stride + row];
+                stored.scales[at] = trial.scales.indices[sub_block * stride + row];
                 stored.minimums[at] = trial.scales.minimums[sub_block * stride + row];
             }
             F::write(&stored, &mut bytes[index * block_bytes..][..block_bytes]);
@@ -502,7 +502,7 @@ fn keep_better(best: &mut Option<Trial>, trial: Trial, stride: usize) {
         }
         copy(&mut best.scales.d, &trial.scales.d, row, stride);
         copy(&mut best.scales.dmin, &trial.scales.dmin, row, stride);
-        copy(&mut best.scales.scales, &trial.scales.scales, row, stride);
+        copy(&mut best.scales.indices, &trial.scales.indices, row, stride);
         copy(&mut best.scales.minimums, &trial.scales.minimums, row, stride);
         copy(&mut best.codes, &trial.codes, row, stride);
         copy(&mut best.differences, &trial.differences, row, stride);

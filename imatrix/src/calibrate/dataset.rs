@@ -46,7 +46,7 @@ pub enum DatasetError {
 pub fn read_documents(path: &Path) -> Result<Vec<Document>, DatasetError> {
     let bytes = std::fs::read(path).map_err(|source| DatasetError::Read { path: path.to_owned(), source })?;
     let text = String::from_utf8(bytes).map_err(|e| {
-        let line = 1 + e.as_bytes()[..e.utf8_error().valid_up_to()].iter().filter(|&&b| b == b'\n').count();
+        let line = 1 + e.as_bytes()[..e.utf8_error().valid_up_to()].split(|&b| b == b'\n').skip(1).count();
         DatasetError::Line { path: path.to_owned(), line, problem: "it is not UTF-8".to_owned() }
     })?;
     let is_lines = text.lines().next().is_some_and(|line| serde_json::from_str::<Document>(line).is_ok());

@@ -149,7 +149,14 @@ impl LayerPass {
 
     /// The most that calibration holds at once besides the build's own buffers, in bytes: inputs of the experts of a layer in half
     /// precision, the layer's mean second moments, and the streams of a batch.
-    pub fn memory_bytes(n_tokens: u64, hidden: u64, inner: u64, n_used: u64, n_streams: u64, batch: u64) -> u64 {
+    pub fn memory_bytes(
+        n_tokens: u64,
+        hidden: u64,
+        inner: u64,
+        n_used: u64,
+        n_streams: u64,
+        batch: u64,
+    ) -> u64 {
         let gathered = n_tokens * 2 * (hidden + n_used * inner) + n_tokens * n_used * 8;
         gathered + 4 * (hidden * hidden + inner * inner) + 4 * 4 * batch * n_streams * hidden
     }
@@ -194,9 +201,11 @@ fn identity_of(given: &str, texts: &[Vec<u32>], options: &CalibrationOptions) ->
     hasher.update(format!("{} {:?} {:?}", options.settings, options.propagate, options.runner.numerics));
     for text in texts {
         hasher.update((text.len() as u64).to_le_bytes());
-        text.iter().for_each(|token| hasher.update(token.to_le_bytes()));
+        for token in text {
+            hasher.update(token.to_le_bytes());
+        }
     }
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+    streams::hex(hasher)
 }
 
 impl Calibration for LayerPass {
@@ -220,7 +229,7 @@ impl Calibration for LayerPass {
         let observer: &mut dyn Observer = if wanted { &mut gathered } else { &mut NoObserver };
         self.run(self.model.as_ref(), layer, observer, behind.as_mut())?;
         if let Some(behind) = behind {
-            self.kept.hold(behind)?;
+            Kept::hold(behind)?;
         }
         gathered.finish(&self.options.settings);
         self.gathered = Some((layer, gathered));
@@ -240,7 +249,7 @@ impl Calibration for LayerPass {
             let model = Model::new(&patched, self.options.runner.clone())?;
             let mut behind = self.kept.writer(layer + 1)?;
             self.run(&model, layer, &mut NoObserver, Some(&mut behind))?;
-            self.kept.hold(behind)?;
+            Kept::hold(behind)?;
         }
         self.kept.advance(layer + 1)?;
         self.ready = layer + 1;

@@ -117,7 +117,7 @@ impl Kept {
     }
 
     /// Completes a file without giving it the name yet.
-    pub(super) fn hold(&self, streams: StreamFile) -> Result<(), CalibrationError> {
+    pub(super) fn hold(streams: StreamFile) -> Result<(), CalibrationError> {
         let StreamFile { file, hasher, path, mut head } = streams;
         let file = file.into_inner().map_err(|e| named(&path)(e.into_error()))?;
         head.sha256 = hex(hasher);
@@ -152,8 +152,14 @@ fn read_head(file: &mut impl BufRead) -> io::Result<Head> {
     Ok(serde_json::from_slice(&line)?)
 }
 
-fn hex(hasher: Sha256) -> String {
-    hasher.finalize().iter().map(|byte| format!("{byte:02x}")).collect()
+/// The sum as lower-case hexadecimal digits.
+pub(super) fn hex(hasher: Sha256) -> String {
+    use std::fmt::Write;
+    hasher.finalize().iter().fold(String::new(), |mut text, byte| {
+        // Writing to a string cannot fail.
+        let _ = write!(text, "{byte:02x}");
+        text
+    })
 }
 
 /// Streams that are being written.
