@@ -336,11 +336,16 @@ impl Job<'_> {
             let moments = calibration
                 .moments(input, expert)
                 .map_err(|source| BuildError::Calibration { layer, source })?;
+            let damping = match input {
+                MatrixInput::Ffn => self.quantizer.settings.damping,
+                MatrixInput::Mid => self.quantizer.settings.mid_damping,
+            };
             let mut factor = None;
             for index in indices {
                 let tensor = &self.plan.tensors[index];
                 if !matches!(&factor, Some((target, _)) if *target == tensor.target) {
-                    let new = self.quantizer.factor(tensor.target, &moments.moments, tensor.n_columns());
+                    let new =
+                        self.quantizer.factor(tensor.target, &moments.moments, tensor.n_columns(), damping);
                     factor = Some((tensor.target, new));
                 }
                 let by = factor.as_ref().and_then(|(_, factor)| factor.as_ref());

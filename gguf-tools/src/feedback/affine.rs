@@ -43,6 +43,7 @@ impl<F: ScalarFormat> Walked for Scalars<F> {
     const BLOCK: usize = F::BLOCK;
     const SUB_BLOCK: usize = F::SUB_BLOCK;
     const REFIT: bool = F::REFIT;
+    const CODEBOOK: bool = false;
 
     fn read(block: &[u8]) -> Stored {
         F::read(block)

@@ -76,6 +76,7 @@ impl Walked for Iq2Xxs {
     const BLOCK: usize = 256;
     const SUB_BLOCK: usize = 32;
     const REFIT: bool = true;
+    const CODEBOOK: bool = true;
 
     fn read(block: &[u8]) -> Stored {
         let (d, scales) = parts::read_iq2_xxs(block);

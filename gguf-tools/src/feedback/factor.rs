@@ -33,14 +33,18 @@ impl Order {
 /// Times that damping is raised tenfold before a matrix is given up.
 const MOST_RAISES: u32 = 12;
 
+/// Values between columns, so that those of a power of two do not share the same lines of the cache.
+const SPREAD: usize = 16;
+
 /// `R` of `H = R R^T`.
 #[derive(Debug, Clone)]
 pub struct Factor {
     columns: usize,
     /// Column of the matrix at each step of the walk.
     order: Vec<usize>,
-    /// `[columns, columns]`, column-major; zero below the diagonal.
+    /// `[columns, columns]`, column-major with `stride` values from column to column; zero below the diagonal.
     r: Vec<f32>,
+    stride: usize,
     damping: f64,
     raises: u32,
 }
@@ -77,13 +81,14 @@ impl Factor {
                 if i == j { value + damping } else { value }
             });
             if let Some(r) = upper_factor(matrix) {
-                let mut flat = vec![0.0; columns * columns];
+                let stride = columns + SPREAD;
+                let mut flat = vec![0.0; columns * stride];
                 for j in 0..columns {
-                    for (i, value) in flat[j * columns..][..=j].iter_mut().enumerate() {
+                    for (i, value) in flat[j * stride..][..=j].iter_mut().enumerate() {
                         *value = r[(i, j)] as f32;
                     }
                 }
-                return Some(Self { columns, order, r: flat, damping, raises });
+                return Some(Self { columns, order, r: flat, stride, damping, raises });
             }
             damping = (damping * 10.0).max(1e-8);
         }
@@ -116,17 +121,13 @@ impl Factor {
         rows: std::ops::Range<usize>,
         columns: std::ops::Range<usize>,
     ) -> MatRef<'_, f32> {
-        MatRef::from_column_major_slice(&self.r, self.columns, self.columns).submatrix(
-            rows.start,
-            columns.start,
-            rows.len(),
-            columns.len(),
-        )
+        MatRef::from_column_major_slice_with_stride(&self.r, self.columns, self.columns, self.stride)
+            .submatrix(rows.start, columns.start, rows.len(), columns.len())
     }
 
     /// Whether no column says anything about another.
     pub(super) fn is_diagonal(&self) -> bool {
-        (0..self.columns).all(|j| self.r[j * self.columns..][..j].iter().all(|&v| v == 0.0))
+        (0..self.columns).all(|j| self.r[j * self.stride..][..j].iter().all(|&v| v == 0.0))
     }
 }
 

@@ -79,10 +79,10 @@ fn shape_of(target: BlockType) -> Option<(usize, usize)> {
 
 impl Feedback {
     /// Factors second moments for a target; `None` where there is no walk or nothing to walk by.
-    pub fn factor(&self, target: BlockType, moments: &[f32], columns: usize) -> Option<Factor> {
+    /// `damping`: a multiple of the mean diagonal.
+    pub fn factor(&self, target: BlockType, moments: &[f32], columns: usize, damping: f64) -> Option<Factor> {
         let (block, sub_block) = shape_of(target)?;
-        let Settings { order, damping, .. } = self.settings;
-        Factor::new(moments, columns, order, block, sub_block, damping)
+        Factor::new(moments, columns, self.settings.order, block, sub_block, damping)
     }
 
     /// Quantizes by a factor that several matrices may share. `diagonal`: importance for the plain search.
@@ -157,7 +157,8 @@ impl Feedback {
         out: &mut [u8],
     ) -> Result<Report, QuantizeError> {
         let moments = curvature.second_moments();
-        if let Some(factor) = moments.and_then(|h| self.factor(target, h, columns)) {
+        let damping = self.settings.damping;
+        if let Some(factor) = moments.and_then(|h| self.factor(target, h, columns, damping)) {
             let h = moments.unwrap_or_default();
             let diagonal: Vec<f32> = (0..columns).map(|i| h[i * columns + i].max(0.0)).collect();
             return self.quantize_by(target, weights, &diagonal, &factor, out);

@@ -10,6 +10,12 @@ use super::factor::Order;
 pub struct Settings {
     /// Added to the diagonal, as a multiple of its mean.
     pub damping: f64,
+    /// The same for second moments of mids.
+    pub mid_damping: f64,
+    /// Factor on the fitted `d`, with which the codes are chosen a last time, for formats with a codebook.
+    pub gain: f32,
+    /// The same for formats with one code a value.
+    pub scalar_gain: f32,
     /// Order of the columns.
     pub order: Order,
     /// Factors on the guessed `d` that are tried; every row of a super-block keeps the best.
@@ -31,7 +37,10 @@ pub struct Settings {
 impl Default for Settings {
     fn default() -> Self {
         Self {
-            damping: 0.01,
+            damping: 0.1,
+            mid_damping: 0.1,
+            gain: 1.0,
+            scalar_gain: 1.0,
             order: Order::Descending,
             d_factors: vec![1.0],
             refits: 1,
@@ -63,11 +72,18 @@ impl Settings {
         let problem = |problem: &str| UnknownSetting { text: text.to_owned(), problem: problem.to_owned() };
         let (name, value) = text.split_once('=').ok_or_else(|| problem("expected NAME=VALUE"))?;
         let share = || number(value, 0.0..=1.0).ok_or_else(|| problem("expected a number from 0 to 1"));
+        let gain = || {
+            let factor = number(value, 0.5..=2.0).map(|v| v as f32);
+            factor.ok_or_else(|| problem("expected a factor from 0.5 to 2"))
+        };
         let count = || {
             value.parse().ok().filter(|&n| n <= 64).ok_or_else(|| problem("expected a whole number up to 64"))
         };
         match name {
             "damping" => self.damping = share()?,
+            "mid-damping" => self.mid_damping = share()?,
+            "gain" => self.gain = gain()?,
+            "scalar-gain" => self.scalar_gain = gain()?,
             "mix" => self.mix = share()?,
             "mid-shrinkage" => self.mid_shrinkage = share()?,
             "prior-tokens" => {
@@ -91,7 +107,7 @@ impl Settings {
             "reach" => self.reach = count()?,
             _ => {
                 return Err(problem(
-                    "known are damping, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, route-weighted",
+                    "known are damping, mid-damping, gain, scalar-gain, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, route-weighted",
                 ));
             }
         }
@@ -121,8 +137,11 @@ impl fmt::Display for Settings {
         let factors: Vec<_> = self.d_factors.iter().map(f32::to_string).collect();
         write!(
             f,
-            "damping={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},route-weighted={}",
+            "damping={},mid-damping={},gain={},scalar-gain={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},route-weighted={}",
             self.damping,
+            self.mid_damping,
+            self.gain,
+            self.scalar_gain,
             factors.join("/"),
             self.refits,
             self.reach,

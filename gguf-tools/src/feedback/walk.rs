@@ -4,7 +4,6 @@
 //! lanes, so that eight rows are worked on side by side and matrix products need no copies.
 
 use std::cell::Cell;
-use std::time::Instant;
 
 use faer::linalg::matmul::matmul;
 use faer::{Accum, Mat, MatMut, MatRef, Par};
@@ -39,6 +38,9 @@ pub(super) trait Walked: 'static {
     const SUB_BLOCK: usize;
     /// Whether a value is `d` times something (minus `dmin` times something), so that both can be fitted.
     const REFIT: bool;
+
+    /// Whether codes stand for several values at once.
+    const CODEBOOK: bool;
 
     /// Reads scales and minimums of a block; codes need not be filled.
     fn read(block: &[u8]) -> Stored;
@@ -131,7 +133,7 @@ pub(super) struct Sums {
 pub struct Work {
     /// Multiplications and additions.
     pub operations: f64,
-    /// Seconds, summed over threads.
+    /// Seconds of processor time.
     pub seconds: f64,
 }
 
@@ -157,6 +159,12 @@ pub(super) struct Walk<'a> {
     pub(super) plain: RowByRow,
     pub(super) factor: &'a Factor,
     pub(super) work: Cell<Work>,
+}
+
+/// Processor time of this thread: what a measurement on a busy machine can go by.
+fn thread_seconds() -> f64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    time.tv_sec as f64 + time.tv_nsec as f64 * 1e-9
 }
 
 /// A matrix `[rows, columns]` in the layout of this module.
@@ -229,9 +237,9 @@ impl Walk<'_> {
 
     /// A matrix product of so many multiplications, noted.
     fn timed(&self, multiplications: usize, product: impl FnOnce()) {
-        let start = Instant::now();
+        let start = thread_seconds();
         product();
-        let seconds = start.elapsed().as_secs_f64();
+        let seconds = thread_seconds() - start;
         self.work.set(self.work.get().plus(Work { operations: 2.0 * multiplications as f64, seconds }));
     }
 
@@ -300,7 +308,14 @@ impl Walk<'_> {
             let scales = self.refitted::<F>(place, found);
             keep_better(&mut best, self.trial::<F>(place, scales), place.stride);
         }
-        Ok(best.unwrap_or_default())
+        let mut best = best.unwrap_or_default();
+        let gain = if F::CODEBOOK { self.settings.gain } else { self.settings.scalar_gain };
+        if F::REFIT && gain != 1.0 {
+            let raised = |v: &Vec<f32>| v.iter().map(|v| to_f16(v * gain).to_f32()).collect();
+            let (d, dmin) = (raised(&best.scales.d), raised(&best.scales.dmin));
+            best = self.trial::<F>(place, Scales { d, dmin, ..best.scales });
+        }
+        Ok(best)
     }
 
     /// Scales that the plain search finds for the targets.
