@@ -132,6 +132,39 @@ impl<B: Backend> Engine<B> {
         Ok(())
     }
 
+    /// The streams of whole texts before the first layer.
+    pub(crate) fn embed_texts(&self, texts: &[&[u32]]) -> Result<Vec<f32>, RunnerError> {
+        let _turn = self.backend.turn(Work::Batch)?;
+        let batch = whole_texts(0, texts);
+        let places = self.backend.places(&batch.tokens, &batch.positions)?;
+        let streams = self.network.embed(&self.backend, row_places(&places, 0..batch.tokens.len()))?;
+        Ok(self.backend.read(&streams)?.into_owned())
+    }
+
+    /// One layer over whole texts: the streams before it in, those behind it out.
+    pub(crate) fn layer_of_texts(
+        &self,
+        layer: usize,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f32>, RunnerError> {
+        let _turn = self.backend.turn(Work::Batch)?;
+        let (b, network) = (&self.backend, &self.network);
+        let batch = whole_texts(first_text, texts);
+        let places = b.places(&batch.tokens, &batch.positions)?;
+        let mut caches = Vec::with_capacity(texts.len());
+        for text in texts {
+            let mut cache = b.cache(network.cache_shape(layer));
+            b.reserve(&mut cache, text.len())?;
+            caches.push(cache);
+        }
+        let mut streams = b.from_host(streams.len() / batch.tokens.len(), streams)?;
+        network.layer(b, layer, &mut streams, &batch, &places, &mut caches, &mut self.pass(observer))?;
+        Ok(b.read(&streams)?.into_owned())
+    }
+
     /// Continues a sequence. Returns the logits behind the last token.
     pub(crate) fn prefill(
         &self,
@@ -271,4 +304,12 @@ impl<B: Backend> Engine<B> {
 
 fn row_places<B: Backend>(batch: &B::Places, rows: Range<usize>) -> RowPlaces<'_, B> {
     RowPlaces { batch, rows }
+}
+
+/// Whole texts as one batch; the first one is called `first_text` in its places.
+fn whole_texts(first_text: usize, texts: &[&[u32]]) -> Batch {
+    let mut batch = Batch::default();
+    texts.iter().enumerate().for_each(|(i, text)| batch.push(i, 0, text));
+    batch.places.iter_mut().for_each(|place| place.sequence += first_text);
+    batch
 }

@@ -326,6 +326,8 @@ pub trait Backend: Send + Sync {
     ) -> Result<Recorded<Self::Tensor, Self::Recording>, RunnerError>;
     /// Does what was recorded, with what places and caches hold now; gives the pass's result.
     fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a Self::Tensor, RunnerError>;
+    /// Values of the host, `[tokens, width]`.
+    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<Self::Tensor, RunnerError>;
     /// Zeros, `[tokens, width]`.
     fn zeros(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError>;
     /// The values on the host.

@@ -329,6 +329,47 @@ fn open_engine<B: Backend>(
 /// Takes the logits of one position: text, position, logits.
 pub(crate) type EachLogits<'a> = dyn FnMut(usize, usize, &[f32]) + Send + 'a;
 
+/// One layer at a time over many texts, for work that reads a model's weights once.
+impl Model {
+    /// Number of layers.
+    pub fn n_layers(&self) -> usize {
+        with_engine!(&self.machine, engine => engine.network.n_layers())
+    }
+
+    /// Values of the residual streams of one token.
+    pub fn streams_width(&self) -> usize {
+        let h = self.hyper_parameters();
+        (h.hc_mult * h.hidden_size) as usize
+    }
+
+    /// The streams of some texts' tokens before the first layer, `[tokens, M * D]`.
+    ///
+    /// # Errors
+    /// If a text is empty, too long or holds unknown tokens, or the embedding cannot be read.
+    pub fn embed_texts(&self, texts: &[&[u32]]) -> Result<Vec<f32>, RunnerError> {
+        texts.iter().try_for_each(|text| self.check_tokens(0, text))?;
+        self.threads.install(|| with_engine!(&self.machine, engine => engine.embed_texts(texts)))
+    }
+
+    /// One layer over whole texts. `streams`: `[tokens, M * D]`, those before the layer in, those behind it out.
+    /// `first_text` is the number of the first text for `observer`.
+    ///
+    /// # Errors
+    /// If weights cannot be read or a result is not finite and the options say to look.
+    pub fn layer_of_texts(
+        &self,
+        layer: usize,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f32>, RunnerError> {
+        self.threads.install(|| {
+            with_engine!(&self.machine, engine => engine.layer_of_texts(layer, first_text, texts, streams, observer))
+        })
+    }
+}
+
 /// Bytes of all weights as `f32`.
 fn widened_bytes(h: &HyperParameters) -> u64 {
     let table = gguf_tools::model::TensorTable::new(h);

@@ -3,6 +3,7 @@
 mod account;
 mod arguments;
 mod bench;
+mod calibrate;
 mod compare;
 mod diff;
 mod doctor;
@@ -15,8 +16,8 @@ mod plan;
 mod quantize;
 mod quickstart;
 mod relabel;
-mod rewritten;
 mod remote;
+mod rewritten;
 mod run;
 mod score;
 mod shell;

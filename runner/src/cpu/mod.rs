@@ -56,6 +56,12 @@ pub struct CpuTensor {
 }
 
 impl CpuTensor {
+    /// Rows of `width` values.
+    pub fn new(width: usize, values: Vec<f32>) -> Self {
+        assert_eq!(values.len() % width, 0, "whole rows");
+        Self { width, values }
+    }
+
     fn zeros(tokens: usize, width: usize) -> Self {
         Self { width, values: vec![0.0; tokens * width] }
     }
@@ -204,6 +210,10 @@ impl Backend for CpuBackend {
 
     fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a CpuTensor, RunnerError> {
         match *recording {}
+    }
+
+    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<CpuTensor, RunnerError> {
+        Ok(CpuTensor::new(width, values))
     }
 
     fn zeros(&self, tokens: usize, width: usize) -> Result<CpuTensor, RunnerError> {
