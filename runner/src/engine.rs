@@ -193,8 +193,13 @@ impl<B: Backend> Engine<B> {
         Ok(logits)
     }
 
-    /// Continues a sequence by one token, repeating the recorded pass where the backend can.
-    pub(crate) fn decode(&self, sequence: &mut Sequence<B>, token: u32) -> Result<Vec<f32>, RunnerError> {
+    /// Continues a sequence by one token, repeating the recorded pass where the backend can and `record` is set.
+    pub(crate) fn decode(
+        &self,
+        sequence: &mut Sequence<B>,
+        token: u32,
+        record: bool,
+    ) -> Result<Vec<f32>, RunnerError> {
         if self.options.check_finite {
             return self.prefill(sequence, &[token], &mut NoObserver);
         }
@@ -213,7 +218,9 @@ impl<B: Backend> Engine<B> {
         let row;
         let logits = if let Some(step) = step {
             b.set_places(&mut step.places, &batch.tokens, &batch.positions)?;
-            if step.recording.is_none() && self.options.record_steps {
+            if !record {
+                row = Some(run(&step.places)?);
+            } else if step.recording.is_none() {
                 match b.record(&mut || run(&step.places))? {
                     Recorded::Ran(result) => row = Some(result),
                     Recorded::Kept(recording) => {
@@ -221,8 +228,6 @@ impl<B: Backend> Engine<B> {
                         row = None;
                     }
                 }
-            } else if step.recording.is_none() {
-                row = Some(run(&step.places)?);
             } else {
                 row = None;
             }

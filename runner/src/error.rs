@@ -14,6 +14,12 @@ use crate::observe::Site;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunnerError {
+    /// A synthetic model cannot give what was asked for.
+    #[error("the synthetic model: {problem}")]
+    Synthetic {
+        /// What, and why.
+        problem: String,
+    },
     /// The GGUF file cannot be read.
     #[error("cannot read the model")]
     Gguf(#[from] GgufError),

@@ -25,7 +25,7 @@ use crate::observe::{
 };
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap,
+    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap, SublayerInput,
 };
 
 /// Tokens that go through the layers together, of one or several sequences.
@@ -97,7 +97,7 @@ impl Steering {
 /// [`Steering`] where the backend reads it.
 pub struct Directions<B: Backend> {
     /// For each layer a direction `[D]`, or none.
-    pub(crate) directions: Vec<Option<B::Vector>>,
+    pub(crate) by_layer: Vec<Option<B::Vector>>,
     /// See [`Steering::attention_scale`].
     pub(crate) attention_scale: f32,
     /// See [`Steering::ffn_scale`].
@@ -112,7 +112,7 @@ impl<B: Backend> Directions<B> {
     pub fn new(backend: &B, steering: &Steering) -> Result<Self, RunnerError> {
         let direction = |d: &Vec<f32>| (!d.is_empty()).then(|| backend.vector(d.clone())).transpose();
         Ok(Self {
-            directions: steering.directions.iter().map(direction).collect::<Result<_, _>>()?,
+            by_layer: steering.directions.iter().map(direction).collect::<Result<_, _>>()?,
             attention_scale: steering.attention_scale,
             ffn_scale: steering.ffn_scale,
         })
@@ -165,7 +165,7 @@ impl<B: Backend> Pass<'_, B> {
         y: &mut B::Tensor,
     ) -> Result<(), RunnerError> {
         for steering in self.steering {
-            if let Some(Some(direction)) = steering.directions.get(layer)
+            if let Some(Some(direction)) = steering.by_layer.get(layer)
                 && scale(steering) != 0.0
             {
                 backend.project_out(y, direction, scale(steering))?;
@@ -291,6 +291,7 @@ impl<B: Backend> Network<B> {
     ///
     /// # Errors
     /// If weights cannot be read, or a result is not finite and [`Pass::check_finite`] is set.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     pub fn layer(
         &self,
         backend: &B,
@@ -304,14 +305,13 @@ impl<B: Backend> Network<B> {
         let b = backend;
         let layer = &self.layers[index];
         let (at, places) = (Some(index), &batch.places[..]);
-        let epsilon = self.hyper_parameters.rms_norm_eps;
 
         // x [T, D], post [T, M], comb [T, M, M]
-        let (x, mix) = b.hc_pre(streams, &layer.attention_mix, self.hyper_constants())?;
-        pass.see(b, Site::AttentionCollapsed, at, places, &x)?;
+        let SublayerInput { merged, normed: x, mix } =
+            b.hc_pre(streams, &layer.attention_mix, self.hyper_constants(), &layer.attention_norm)?;
+        pass.see(b, Site::AttentionCollapsed, at, places, &merged)?;
         pass.see(b, Site::AttentionPost, at, places, &mix.post)?;
         pass.see(b, Site::AttentionComb, at, places, &mix.comb)?;
-        let x = b.rms_norm(&x, &layer.attention_norm, epsilon)?;
         pass.see(b, Site::AttentionInput, at, places, &x)?;
         let row_places = RowPlaces { batch: on_device, rows: 0..batch.tokens.len() };
         let mut y = self.attention(b, index, &x, batch, &row_places, caches, pass)?;
@@ -319,11 +319,11 @@ impl<B: Backend> Network<B> {
         pass.see(b, Site::AttentionOutput, at, places, &y)?;
         b.hc_post(streams, &y, &mix)?;
 
-        let (x, mix) = b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants())?;
-        pass.see(b, Site::FfnCollapsed, at, places, &x)?;
+        let SublayerInput { merged, normed: x, mix } =
+            b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants(), &layer.ffn_norm)?;
+        pass.see(b, Site::FfnCollapsed, at, places, &merged)?;
         pass.see(b, Site::FfnPost, at, places, &mix.post)?;
         pass.see(b, Site::FfnComb, at, places, &mix.comb)?;
-        let x = b.rms_norm(&x, &layer.ffn_norm, epsilon)?;
         pass.see(b, Site::FfnInput, at, places, &x)?;
         let mut y = self.ffn(b, index, &x, batch, &row_places, pass)?;
         pass.steer(b, index, |s| s.ffn_scale, &mut y)?;
@@ -333,6 +333,7 @@ impl<B: Backend> Network<B> {
     }
 
     /// (4.4) Attention over the whole batch, `pass.attention_tokens` at a time, in order. `x`, result: `[T, D]`.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     fn attention(
         &self,
         b: &B,
@@ -361,6 +362,7 @@ impl<B: Backend> Network<B> {
     }
 
     /// (4.4 to 4.6) Attention of tokens whose predecessors are in the caches. `x`, result: `[C, D]`.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     fn attention_part(
         &self,
         b: &B,
@@ -385,17 +387,39 @@ impl<B: Backend> Network<B> {
         let mut products = b.linear_many(x, &matrices)?.into_iter();
         let mut next = || products.next().expect("one product for each matrix");
 
-        // (4.4.1) qr [C, q_lora]; (4.4.3) kv [C, d], key and value of all heads
-        let qr = b.rms_norm(&next(), &a.q_norm, epsilon)?;
-        pass.see(b, Site::QueryLora, at, places, &qr)?;
-        let mut kv = b.rms_norm(&next(), &a.kv_norm, epsilon)?;
-        pass.see(b, Site::KeyValueNorm, at, places, &kv)?;
-        b.kv_finish(&mut kv, &a.rope, row_places.clone(), pass.numerics)?;
-        pass.see(b, Site::WindowRow, at, places, &kv)?;
+        let (query, key_value) = (next(), next());
         let compressor = a.compressor.as_ref().map(|c| (&c.rest, next(), next()));
         let indexer = a.indexer.as_ref().map(|i| (&i.compressor.rest, next(), next(), next()));
 
-        // (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
+        // (4.4.3) kv [C, d], key and value of all heads; (4.5) compressed rows
+        b.beside(&mut || {
+            let mut kv = b.rms_norm(&key_value, &a.kv_norm, epsilon)?;
+            pass.see(b, Site::KeyValueNorm, at, places, &kv)?;
+            b.kv_finish(&mut kv, &a.rope, row_places.clone(), pass.numerics)?;
+            pass.see(b, Site::WindowRow, at, places, &kv)?;
+            // (5.1) A row is in the window before its own query attends to it, and so is a row that it completes.
+            for piece in &part.pieces {
+                let cache = &mut caches[piece.sequence];
+                let on_device = row_places.part(&piece.rows);
+                b.append_window(cache, &kv, piece, on_device.clone())?;
+                let mut compress = |target, rest, values, gates| {
+                    let at = on_device.clone();
+                    let numerics = pass.numerics;
+                    b.compress(cache, target, values, gates, piece, at, rest, &a.rope, epsilon, numerics)
+                };
+                if let Some((rest, values, gates)) = &compressor {
+                    compress(CompressedRows::Attention, rest, values, gates)?;
+                }
+                if let Some((rest, values, gates, _)) = &indexer {
+                    compress(CompressedRows::Indexer, rest, values, gates)?;
+                }
+            }
+            Ok(())
+        })?;
+
+        // (4.4.1) qr [C, q_lora]; (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
+        let qr = b.rms_norm(&query, &a.q_norm, epsilon)?;
+        pass.see(b, Site::QueryLora, at, places, &qr)?;
         let mut matrices = vec![&a.q_b];
         matrices.extend(a.indexer.iter().map(|i| &i.queries));
         let mut products = b.linear_many(&qr, &matrices)?.into_iter();
@@ -406,24 +430,14 @@ impl<B: Backend> Network<B> {
             let width = h.index_head_dim as usize;
             b.index_finish(q, width, &a.rope, row_places.clone(), pass.numerics)?;
         }
+        b.together()?;
 
-        let mut o = b.zeros(places.len(), h.num_attention_heads as usize * head_dim)?;
+        let mut o = b.room(places.len(), h.num_attention_heads as usize * head_dim)?;
         for piece in &part.pieces {
             let cache = &mut caches[piece.sequence];
             let on_device = row_places.part(&piece.rows);
-            let compress = |cache: &mut B::Cache, target, rest, values, gates| {
-                let at = on_device.clone();
-                b.compress(cache, target, values, gates, piece, at, rest, &a.rope, epsilon, pass.numerics)
-            };
-            // (5.1) The current row is in the window before it is attended to, and a row that it completes too.
-            b.append_window(cache, &kv, piece, on_device.clone())?;
-            let mut selection = Selection::None;
-            if let Some((rest, values, gates)) = &compressor {
-                compress(cache, CompressedRows::Attention, rest, values, gates)?;
-                selection = Selection::Visible;
-            }
-            if let (Some((rest, values, gates, head_weights)), Some(index_q)) = (&indexer, &index_q) {
-                compress(cache, CompressedRows::Indexer, rest, values, gates)?;
+            let mut selection = if compressor.is_some() { Selection::Visible } else { Selection::None };
+            if let (Some((.., head_weights)), Some(index_q)) = (&indexer, &index_q) {
                 let wanted = pass.observer.wants(Site::IndexScores, at);
                 let (top_k, place) = (h.index_topk as usize, on_device.clone());
                 let (rows, scores) =
@@ -463,6 +477,19 @@ impl<B: Backend> Network<B> {
         let f = &self.layers[index].ffn;
         let (at, places) = (Some(index), &batch.places[..]);
 
+        // (4.7.5)
+        let mut shared = None;
+        b.beside(&mut || {
+            let tapped = pass.observer.wants(Site::SharedMid, at);
+            let observer = &mut pass.observer;
+            let mut show = |values: &[f32]| {
+                observer.rows(Observation { site: Site::SharedMid, layer: at, tokens: places, values });
+            };
+            let tap = tapped.then_some(&mut show as &mut SharedTap<'_>);
+            shared = Some(b.shared_expert(x, &f.shared, h.swiglu_limit, tap)?);
+            Ok(())
+        })?;
+
         // (4.7.1 to 4.7.3)
         let logits = linear(b, x, &f.router)?;
         pass.see(b, Site::RouterLogits, at, places, &logits)?;
@@ -484,14 +511,9 @@ impl<B: Backend> Network<B> {
         let mut y = b.routed_experts(x, &routing, &f.experts, h.swiglu_limit, tap)?;
         pass.see(b, Site::RoutedOutput, at, places, &y)?;
 
-        // (4.7.5, 4.7.6)
-        let tapped = pass.observer.wants(Site::SharedMid, at);
-        let observer = &mut pass.observer;
-        let mut show = |values: &[f32]| {
-            observer.rows(Observation { site: Site::SharedMid, layer: at, tokens: places, values });
-        };
-        let tap = tapped.then_some(&mut show as &mut SharedTap<'_>);
-        let shared = b.shared_expert(x, &f.shared, h.swiglu_limit, tap)?;
+        // (4.7.6)
+        b.together()?;
+        let shared = shared.expect("computed above");
         pass.see(b, Site::SharedOutput, at, places, &shared)?;
         b.add(&mut y, &shared)?;
         Ok(y)
@@ -509,9 +531,8 @@ impl<B: Backend> Network<B> {
         pass: &mut Pass<'_, B>,
     ) -> Result<B::Tensor, RunnerError> {
         let b = backend;
-        let x = b.hc_head(streams, &self.head_mix, self.hyper_constants())?;
-        pass.see(b, Site::HeadCollapsed, None, places, &x)?;
-        let x = b.rms_norm(&x, &self.output_norm, self.hyper_parameters.rms_norm_eps)?;
+        let (merged, x) = b.hc_head(streams, &self.head_mix, self.hyper_constants(), &self.output_norm)?;
+        pass.see(b, Site::HeadCollapsed, None, places, &merged)?;
         pass.see(b, Site::FinalNorm, None, places, &x)?;
         let logits = linear(b, &x, &self.output)?;
         pass.see(b, Site::Logits, None, places, &logits)?;

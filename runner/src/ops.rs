@@ -150,7 +150,7 @@ pub struct HyperConstants {
     pub sinkhorn_iterations: usize,
     /// Added to weights and sums.
     pub epsilon: f32,
-    /// Added to the mean square.
+    /// Added to the mean square, by the norms too.
     pub rms_epsilon: f32,
 }
 
@@ -160,6 +160,16 @@ pub struct Mix<B: Backend + ?Sized> {
     pub post: B::Tensor,
     /// `[tokens, M * M]`, `[old, new]`.
     pub comb: B::Tensor,
+}
+
+/// What [`Backend::hc_pre`] gives.
+pub struct SublayerInput<B: Backend + ?Sized> {
+    /// The streams merged, `[tokens, D]`.
+    pub merged: B::Tensor,
+    /// That behind the norm.
+    pub normed: B::Tensor,
+    /// How the sub-layer's output will be mixed in.
+    pub mix: Mix<B>,
 }
 
 /// Weights of a compressor, (4.5), without its two projections.
@@ -328,8 +338,21 @@ pub trait Backend: Send + Sync {
     fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a Self::Tensor, RunnerError>;
     /// Values of the host, `[tokens, width]`.
     fn from_host(&self, width: usize, values: Vec<f32>) -> Result<Self::Tensor, RunnerError>;
+    /// Does work that may run beside what is queued after it, until [`Backend::together`]. It must not touch what that
+    /// other work writes.
+    fn beside(&self, work: &mut dyn FnMut() -> Result<(), RunnerError>) -> Result<(), RunnerError> {
+        work()
+    }
+    /// What comes after this sees the results of all work before.
+    fn together(&self) -> Result<(), RunnerError> {
+        Ok(())
+    }
     /// Zeros, `[tokens, width]`.
     fn zeros(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError>;
+    /// `[tokens, width]`, every value of which will be written before any is read.
+    fn room(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError> {
+        self.zeros(tokens, width)
+    }
     /// The values on the host.
     fn read<'a>(&self, tensor: &'a Self::Tensor) -> Result<Cow<'a, [f32]>, RunnerError>;
     /// The routing on the host.
@@ -357,13 +380,15 @@ pub trait Backend: Send + Sync {
         places: RowPlaces<'_, Self>,
         n_streams: usize,
     ) -> Result<Self::Tensor, RunnerError>;
-    /// (3.6) `hc_pre`: the sub-layer's input `[tokens, D]`, and how its output will be mixed in.
+    /// (3.6) `hc_pre`, then (3.1) the norm: the sub-layer's input `[tokens, D]` before and behind the norm, and how its
+    /// output will be mixed in.
     fn hc_pre(
         &self,
         streams: &Self::Tensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<(Self::Tensor, Mix<Self>), RunnerError>;
+        norm: &Self::Vector,
+    ) -> Result<SublayerInput<Self>, RunnerError>;
     /// (3.6) `hc_post`: mixes the sub-layer's output into the streams.
     fn hc_post(
         &self,
@@ -371,13 +396,14 @@ pub trait Backend: Send + Sync {
         output: &Self::Tensor,
         mix: &Mix<Self>,
     ) -> Result<(), RunnerError>;
-    /// (3.6) `hc_head`: the streams merged, `[tokens, D]`.
+    /// (3.6) `hc_head`, then (3.1) the norm: the streams merged, before and behind the norm, `[tokens, D]`.
     fn hc_head(
         &self,
         streams: &Self::Tensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<Self::Tensor, RunnerError>;
+        norm: &Self::Vector,
+    ) -> Result<(Self::Tensor, Self::Tensor), RunnerError>;
 
     // Matrices and norms.
 

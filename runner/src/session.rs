@@ -9,6 +9,8 @@ use serde::Serialize;
 
 use crate::cpu::CpuBackend;
 use crate::cuda::CudaBackend;
+use crate::cuda::driver::KernelShare;
+use crate::cuda::self_test::read_bandwidth;
 use crate::engine::{Engine, SavedSequence, Sequence};
 use crate::error::RunnerError;
 use crate::forward::Steering;
@@ -100,8 +102,8 @@ pub struct Model {
 }
 
 enum Machine {
-    Cpu(Engine<CpuBackend>),
-    Cuda(Engine<CudaBackend>),
+    Cpu(Box<Engine<CpuBackend>>),
+    Cuda(Box<Engine<CudaBackend>>),
 }
 
 /// The same expression for whichever engine it is.
@@ -167,11 +169,11 @@ impl Model {
                     activations: options.activations,
                     widen: widened_bytes(h) <= options.widen_up_to_bytes,
                 };
-                Machine::Cpu(threads.install(|| open_engine(backend, source, &options))?)
+                Machine::Cpu(Box::new(threads.install(|| open_engine(backend, source, &options))?))
             }
             Processor::Cuda(ordinal) => {
                 let backend = CudaBackend::open(ordinal, source, &options)?;
-                Machine::Cuda(threads.install(|| open_engine(backend, source, &options))?)
+                Machine::Cuda(Box::new(threads.install(|| open_engine(backend, source, &options))?))
             }
         };
         Ok(Self { machine, path: source.path().to_owned(), context_limit, threads })
@@ -203,6 +205,17 @@ impl Model {
                 Machine::Cpu(_) => CpuBackend::NAME,
                 Machine::Cuda(_) => CudaBackend::NAME,
             },
+        }
+    }
+
+    /// Bytes a second that the device's memory gives to a kernel that only reads; `None` on a CPU.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn device_bandwidth(&self) -> Result<Option<f64>, RunnerError> {
+        match &self.machine {
+            Machine::Cpu(_) => Ok(None),
+            Machine::Cuda(engine) => Ok(Some(read_bandwidth(engine.backend.gpu())?)),
         }
     }
 
@@ -448,9 +461,34 @@ impl Session<'_> {
     pub fn decode(&mut self, token: u32) -> Result<Vec<f32>, RunnerError> {
         self.model.check_tokens(self.n_tokens(), &[token])?;
         let running = &mut self.running;
-        self.model
-            .threads
-            .install(|| with_sequence!(running, (engine, sequence) => engine.decode(sequence, token)))
+        self.model.threads.install(|| {
+            with_sequence!(running, (engine, sequence) => {
+                engine.decode(sequence, token, engine.options.record_steps)
+            })
+        })
+    }
+
+    /// [`Session::prefill`], or [`Session::decode`] of a single token (if `work` says so), with the time of every kernel,
+    /// the longest first. Kernels run one after the other then.
+    ///
+    /// # Errors
+    /// As these, or if the model is not on a GPU.
+    pub fn profile(&mut self, tokens: &[u32], work: Work) -> Result<Vec<KernelShare>, RunnerError> {
+        self.model.check_tokens(self.n_tokens(), tokens)?;
+        let Running::Cuda(engine, sequence) = &mut self.running else {
+            return Err(RunnerError::BadOption {
+                option: "profile",
+                found: CpuBackend::NAME.into(),
+                expected: "a model on a GPU",
+            });
+        };
+        let ((), shares) = self.model.threads.install(|| {
+            engine.backend.profile(|| match (work, tokens) {
+                (Work::Token, &[token]) => engine.decode(sequence, token, false).map(drop),
+                _ => engine.prefill(sequence, tokens, &mut NoObserver).map(drop),
+            })
+        })?;
+        Ok(shares)
     }
 
     /// The state now.

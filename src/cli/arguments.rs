@@ -161,17 +161,21 @@ pub(crate) struct RecipeArguments {
     override_kv: Vec<String>,
 }
 
+/// A built-in recipe, or that of a file.
+pub(crate) fn recipe_named(name: &str) -> anyhow::Result<Recipe> {
+    if let Some(recipe) = Recipe::built_in(name) {
+        return Ok(recipe);
+    }
+    let text = std::fs::read_to_string(name).with_context(|| {
+        let names: Vec<_> = gguf_tools::plan::BUILT_IN.iter().map(|(name, _)| *name).collect();
+        format!("`{name}` is neither a recipe ({}) nor a readable file", names.join(", "))
+    })?;
+    Recipe::from_toml(&text).with_context(|| format!("in recipe file `{name}`"))
+}
+
 impl RecipeArguments {
     pub(crate) fn recipe(&self) -> anyhow::Result<Recipe> {
-        let mut recipe = if let Some(recipe) = Recipe::built_in(&self.recipe) {
-            recipe
-        } else {
-            let text = std::fs::read_to_string(&self.recipe).with_context(|| {
-                let names: Vec<_> = gguf_tools::plan::BUILT_IN.iter().map(|(name, _)| *name).collect();
-                format!("`{}` is neither a recipe ({}) nor a readable file", self.recipe, names.join(", "))
-            })?;
-            Recipe::from_toml(&text).with_context(|| format!("in recipe file `{}`", self.recipe))?
-        };
+        let mut recipe = recipe_named(&self.recipe)?;
         let mut set = |families: &[Family], target: Option<BlockType>| {
             for (family, target) in families.iter().zip(std::iter::repeat(target)) {
                 if let Some(target) = target {

@@ -11,6 +11,8 @@ pub(crate) struct Needs {
     pub registers: u32,
     /// Bytes of local memory a thread: arrays and spilled registers.
     pub local: u32,
+    /// Bytes of spilled registers a thread, of which the cubin says nothing.
+    pub spilled: u32,
     /// Bytes of shared memory a block, without what a launch adds.
     pub shared: u64,
 }
@@ -76,7 +78,7 @@ pub(crate) fn needs(elf: &[u8]) -> Result<Vec<(String, Needs)>> {
     let mut found: Vec<(String, Needs)> = sections
         .iter()
         .filter_map(|s| s.name.strip_prefix(".text."))
-        .map(|name| (name.to_owned(), Needs { registers: 0, local: 0, shared: 0 }))
+        .map(|name| (name.to_owned(), Needs { registers: 0, local: 0, spilled: 0, shared: 0 }))
         .collect();
     let mut at = info.offset;
     while at < info.offset + info.size {

@@ -2,6 +2,7 @@
 
 mod cubin;
 mod kernels;
+mod report;
 
 use std::process::ExitCode;
 

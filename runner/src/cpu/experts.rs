@@ -11,7 +11,7 @@ use crate::ops::{ExpertTap, GatedFfn, RouterRule, Routing, SharedTap};
 const GROUP_INPUTS: usize = 256;
 
 /// `silu(min(g, limit)) * clamp(u, -limit, limit)`, (3.4); the gate has no lower clamp.
-pub(super) fn swiglu(gate: f32, up: f32, limit: f32) -> f32 {
+pub(crate) fn swiglu(gate: f32, up: f32, limit: f32) -> f32 {
     let gate = gate.min(limit);
     gate / (1.0 + (-gate).exp()) * up.clamp(-limit, limit)
 }

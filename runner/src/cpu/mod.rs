@@ -5,7 +5,7 @@
 
 mod attention;
 mod cache;
-mod experts;
+pub(crate) mod experts;
 mod hyper;
 mod int8;
 mod kernels;
@@ -30,7 +30,7 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, SharedTap, Work,
+    RowPlaces, Selection, SharedTap, SublayerInput, Work,
 };
 use crate::weights::WeightSource;
 
@@ -271,7 +271,8 @@ impl Backend for CpuBackend {
         streams: &CpuTensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<(CpuTensor, Mix<Self>), RunnerError> {
+        norm: &Self::Vector,
+    ) -> Result<SublayerInput<Self>, RunnerError> {
         let m = constants.n_streams;
         let (mixes, factors) = self.mixes(streams, weights, constants.rms_epsilon)?;
         let n_mixes = (2 + m) * m;
@@ -293,7 +294,9 @@ impl Backend for CpuBackend {
             width: columns.len(),
             values: all.chunks_exact(n_mixes).flat_map(|row| &row[columns.clone()]).copied().collect(),
         };
-        Ok((x, Mix { post: part(m..2 * m), comb: part(2 * m..n_mixes) }))
+        let normed = self.rms_norm(&x, norm, constants.rms_epsilon)?;
+        let mix = Mix { post: part(m..2 * m), comb: part(2 * m..n_mixes) };
+        Ok(SublayerInput { merged: x, normed, mix })
     }
 
     fn hc_post(
@@ -314,7 +317,8 @@ impl Backend for CpuBackend {
         streams: &CpuTensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<CpuTensor, RunnerError> {
+        norm: &Self::Vector,
+    ) -> Result<(CpuTensor, CpuTensor), RunnerError> {
         let m = constants.n_streams;
         let (mixes, factors) = self.mixes(streams, weights, constants.rms_epsilon)?;
         let mut x = CpuTensor::zeros(factors.len(), streams.width / m);
@@ -325,7 +329,8 @@ impl Backend for CpuBackend {
             hyper::pre_weights(&mixes, weights.scale[0], &weights.base, constants.epsilon, &mut pre);
             hyper::merge(streams.row(token), &pre, x);
         });
-        Ok(x)
+        let normed = self.rms_norm(&x, norm, constants.rms_epsilon)?;
+        Ok((x, normed))
     }
 
     fn rms_norm(

@@ -2,14 +2,25 @@
 
 use super::backend::{CudaBackend, CudaChosen, CudaRope, CudaTensor, CudaVector};
 use super::cache::{CudaCache, Rows, overlapping};
-use super::driver::{Arguments, Launch};
+use super::driver::{Arguments, Launch, View, ViewMut};
+use super::error::CudaError;
+use super::pool::PoolBuffer;
 use crate::error::RunnerError;
 use crate::ops::{CompressedRows, Compressor, Numerics, Piece, RowPlaces, Selection};
 
 /// Keys whose softmax is computed alone, as in the kernels.
-const KEYS_PER_PART: usize = 64;
+const KEYS_PER_PART: usize = 28;
+/// Values that a part has besides its channels, as in the kernels.
+const PART_HEADER: usize = 4;
+/// Most heads of a block of the tensor-core kernels, and of the one that needs less shared memory.
+const TILE_HEADS: usize = 64;
+const SMALL_TILE_HEADS: usize = 32;
+/// Heads of a block of the tensor-core kernels for few tokens.
+const PART_HEADS: usize = 16;
+/// Keys of a step of all these.
+const TILE_KEYS: usize = 32;
 /// Heads of a block.
-const HEADS_PER_BLOCK: usize = 8;
+const HEADS_PER_BLOCK: usize = 4;
 /// Index rows that a block scores.
 const ROWS_PER_BLOCK: usize = 32;
 /// Warps of a block whose warps work alone.
@@ -255,9 +266,6 @@ impl CudaBackend {
         rope: &CudaRope,
         output: &mut CudaTensor,
     ) -> Result<(), RunnerError> {
-        let (n_heads, head_dim) = (sinks.values.len(), cache.shape.head_dim);
-        let (n_tokens, window, ratio) = (piece.rows.len(), cache.shape.window, cache.shape.ratio);
-        let stores = cache.stores();
         let (kind, top_k, chosen) = match selection {
             Selection::None => (0, 0, None),
             Selection::Visible => (1, 0, None),
@@ -269,64 +277,170 @@ impl CudaBackend {
             (Selection::Rows(chosen), Some(store)) => chosen.top_k.min(store.capacity),
             (_, store) => store.map_or(0, |store| store.capacity),
         };
-        let n_parts = (window + most_rows).div_ceil(KEYS_PER_PART);
-        let mut parts = (n_tokens <= SPLIT_TOKENS)
-            .then(|| {
-                self.pool.take::<f32>(n_tokens * n_heads * n_parts * (2 + head_dim), "parts of attention")
-            })
-            .transpose()?;
-        let name = format!("attend_{}_{head_dim}", stores.window.suffix());
         let range = piece.rows.start * output.width..piece.rows.end * output.width;
-        let arguments = read_rows(Arguments::new().read(queries.rows(&piece.rows)), &stores.window);
-        let arguments = match compressed {
-            Some(store) => read_rows(arguments, &store.rows),
-            None => arguments.null(),
+        let attention = Attention {
+            queries: queries.rows(&piece.rows),
+            window: &cache.stores().window,
+            compressed: compressed.map(|store| &store.rows),
+            chosen: chosen.map(PoolBuffer::view),
+            positions: places.positions(),
+            sinks,
+            rope,
+            n_tokens: piece.rows.len(),
+            head_dim: cache.shape.head_dim,
+            most_keys: cache.shape.window + most_rows,
+            kind,
+            ring_mask: self.storage.ring_slots - 1,
+            window_tokens: cache.shape.window,
+            ratio: cache.shape.ratio,
+            top_k,
         };
-        let arguments = match chosen {
-            Some(rows) => arguments.read(rows.view()),
-            None => arguments.null(),
+        let output = output.values.slice_mut(range);
+        match (self.rounds_inputs(), attention.window) {
+            (true, Rows::Half(_)) if self.single_tokens() => self.attend_by_parts(&attention, output),
+            (true, Rows::Half(_)) => self.attend_by_tiles(&attention, output),
+            _ => self.attend_plainly(&attention, output),
+        }
+    }
+
+    /// Many tokens by tensor cores: a block has all keys of some heads.
+    fn attend_by_tiles(&self, a: &Attention<'_>, output: ViewMut<'_, f32>) -> Result<(), RunnerError> {
+        let bytes = |heads: usize, stages: usize| {
+            2 * (heads + stages * TILE_KEYS) * (a.head_dim + 8) + 4 * heads * (TILE_KEYS + 1)
         };
-        let arguments = arguments
-            .read(sinks.values.view())
-            .read(rope.frequencies.view())
-            .read(places.positions())
-            .write(&output.values.slice_mut(range.clone()));
+        let (heads, stages, end) = if bytes(TILE_HEADS, 2) <= self.gpu.device.facts().shared_bytes as usize {
+            (TILE_HEADS, 2, "")
+        } else {
+            (SMALL_TILE_HEADS, 1, "_small")
+        };
+        let arguments = a.finish(a.keys(), &output);
+        let arguments = a.numbers(arguments.int(a.n_heads()).int(a.rope.frequencies.len())).float(a.scale());
+        let shape = Launch::new(a.n_tokens, 256).by(a.n_heads().div_ceil(heads));
+        let name = format!("attend_tiles_{}{end}", a.head_dim);
+        self.launch("attention_tiles", &name, shape.shared(bytes(heads, stages) as u32), arguments)
+    }
+
+    /// Few tokens by tensor cores: the keys are shared out among blocks.
+    fn attend_by_parts(&self, a: &Attention<'_>, output: ViewMut<'_, f32>) -> Result<(), RunnerError> {
+        let n_parts = a.most_keys.div_ceil(TILE_KEYS);
+        let mut parts = self.parts_of(a, n_parts)?;
+        let arguments = a.keys().read(a.positions).write(&parts.view_mut()).int(a.n_heads());
+        let arguments = a.numbers(arguments).int(n_parts).float(a.scale());
+        let bytes = 2 * (PART_HEADS + TILE_KEYS) * (a.head_dim + 8) + 4 * 8 * PART_HEADS * (TILE_KEYS + 4);
+        let mut shape =
+            Launch::new(a.n_tokens, 256).by(a.n_heads().div_ceil(PART_HEADS)).shared(bytes as u32);
+        shape.grid.2 = n_parts as u32;
+        self.launch("attention_tiles", &format!("attend_parts_{}", a.head_dim), shape, arguments)?;
+        self.join_parts(a, &parts, n_parts, TILE_KEYS, output)
+    }
+
+    /// Any number of tokens in `f32`; for few of them the keys are shared out among blocks.
+    fn attend_plainly(&self, a: &Attention<'_>, output: ViewMut<'_, f32>) -> Result<(), RunnerError> {
+        let n_parts = a.most_keys.div_ceil(KEYS_PER_PART);
+        let mut parts = (a.n_tokens <= SPLIT_TOKENS).then(|| self.parts_of(a, n_parts)).transpose()?;
+        let arguments = a.finish(a.keys(), &output);
         let arguments = match &mut parts {
             Some(parts) => arguments.write(&parts.view_mut()),
             None => arguments.null(),
         };
-        let arguments = arguments
-            .int(n_heads)
-            .int(rope.frequencies.len())
-            .int(kind)
-            .int(self.storage.ring_slots - 1)
-            .int(window)
-            .int(ratio)
-            .int(top_k)
-            .int(n_parts)
-            .float((1.0 / (head_dim as f64).sqrt()) as f32);
-        let heads = HEADS_PER_BLOCK.min(n_heads);
-        let mut shape = Launch::new(n_tokens, 32 * heads as u32).by(n_heads.div_ceil(heads));
+        let arguments = a.numbers(arguments.int(a.n_heads()).int(a.rope.frequencies.len()));
+        let arguments = arguments.int(n_parts).float(a.scale());
+        let heads = HEADS_PER_BLOCK.min(a.n_heads());
+        let mut shape = Launch::new(a.n_tokens, 32 * heads as u32).by(a.n_heads().div_ceil(heads));
         if parts.is_some() {
             shape.grid.2 = n_parts as u32;
         }
+        let name = format!("attend_{}_{}", a.window.suffix(), a.head_dim);
         self.launch("attention", &name, shape, arguments)?;
-        let Some(parts) = parts else { return Ok(()) };
-        let arguments = Arguments::new()
-            .read(parts.view())
-            .read(sinks.values.view())
-            .read(rope.frequencies.view())
-            .read(places.positions())
-            .write(&output.values.slice_mut(range))
-            .int(n_tokens)
-            .int(n_heads)
-            .int(rope.frequencies.len())
-            .int(kind)
-            .int(window)
-            .int(ratio)
-            .int(top_k)
-            .int(n_parts);
-        let shape = Launch::new((n_tokens * n_heads).div_ceil(WARPS), 256);
-        self.launch("attention", &format!("join_parts_{head_dim}"), shape, arguments)
+        match parts {
+            Some(parts) => self.join_parts(a, &parts, n_parts, KEYS_PER_PART, output),
+            None => Ok(()),
+        }
+    }
+
+    fn parts_of(&self, a: &Attention<'_>, n_parts: usize) -> Result<PoolBuffer<f32>, CudaError> {
+        let n_values = a.n_tokens * a.n_heads() * n_parts * (PART_HEADER + a.head_dim);
+        self.pool.take(n_values, "parts of attention")
+    }
+
+    fn join_parts(
+        &self,
+        a: &Attention<'_>,
+        parts: &PoolBuffer<f32>,
+        n_parts: usize,
+        keys_per_part: usize,
+        output: ViewMut<'_, f32>,
+    ) -> Result<(), RunnerError> {
+        let arguments = a.finish(Arguments::new().read(parts.view()), &output);
+        let arguments = arguments
+            .int(a.head_dim)
+            .int(a.n_heads())
+            .int(a.rope.frequencies.len())
+            .int(a.kind)
+            .int(a.window_tokens)
+            .int(a.ratio)
+            .int(a.top_k)
+            .int(n_parts)
+            .int(keys_per_part);
+        let shape = Launch::new(a.n_tokens * a.n_heads(), (a.head_dim / 2) as u32);
+        self.launch("attention", "join_parts", shape, arguments)
+    }
+}
+
+/// What attention reads.
+struct Attention<'a> {
+    queries: View<'a, f32>,
+    window: &'a Rows,
+    compressed: Option<&'a Rows>,
+    chosen: Option<View<'a, u32>>,
+    positions: View<'a, u32>,
+    sinks: &'a CudaVector,
+    rope: &'a CudaRope,
+    n_tokens: usize,
+    head_dim: usize,
+    /// Keys of any query, at most.
+    most_keys: usize,
+    /// 0: no compressed rows, 1: all that are visible, 2: those chosen.
+    kind: usize,
+    ring_mask: usize,
+    window_tokens: usize,
+    ratio: usize,
+    top_k: usize,
+}
+
+impl Attention<'_> {
+    fn n_heads(&self) -> usize {
+        self.sinks.values.len()
+    }
+
+    fn scale(&self) -> f32 {
+        (1.0 / (self.head_dim as f64).sqrt()) as f32
+    }
+
+    /// Queries, window, compressed rows, choice.
+    fn keys(&self) -> Arguments {
+        let arguments = read_rows(Arguments::new().read(self.queries), self.window);
+        let arguments = match self.compressed {
+            Some(rows) => read_rows(arguments, rows),
+            None => arguments.null(),
+        };
+        match self.chosen {
+            Some(rows) => arguments.read(rows),
+            None => arguments.null(),
+        }
+    }
+
+    /// What is needed behind the softmax, and where the result goes.
+    fn finish(&self, arguments: Arguments, output: &ViewMut<'_, f32>) -> Arguments {
+        arguments
+            .read(self.sinks.values.view())
+            .read(self.rope.frequencies.view())
+            .read(self.positions)
+            .write(output)
+    }
+
+    /// Which keys there are.
+    fn numbers(&self, arguments: Arguments) -> Arguments {
+        arguments.int(self.kind).int(self.ring_mask).int(self.window_tokens).int(self.ratio).int(self.top_k)
     }
 }

@@ -10,7 +10,7 @@ use gguf_tools::block::BlockType;
 use gguf_tools::model::HyperParameters;
 
 use super::cache::{CudaCache, Storage};
-use super::driver::{Arguments, Graph, Launch, View};
+use super::driver::{Arguments, Graph, KernelShare, Launch, PinnedBuffer, View};
 use super::error::CudaError;
 use super::matrix::{ExpertMatrices, Matrix, Pass, Routed, Workspace};
 use super::module::Gpu;
@@ -19,10 +19,10 @@ use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
     HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, SharedTap, Work,
+    RowPlaces, Selection, SharedTap, SublayerInput, Work,
 };
 use crate::session::Options;
-use crate::weights::WeightSource;
+use crate::weights::{GeneratedRows, WeightSource};
 
 /// A GPU as a backend. One caller computes at a time.
 pub struct CudaBackend {
@@ -31,6 +31,10 @@ pub struct CudaBackend {
     pub(super) pool: Pool,
     /// What keeps its content between passes: caches, token ids and positions.
     kept: Pool,
+    /// Page-locked, for the logits of a token: from other memory they take longer to come than to compute.
+    staging: Mutex<PinnedBuffer<f32>>,
+    /// Numbers from 0 on, more than a mixer has rows.
+    counting: PoolBuffer<u32>,
     pub(super) storage: Storage,
     activations: ActivationPrecision,
     turn: Mutex<()>,
@@ -145,7 +149,12 @@ impl CudaBackend {
             ring_slots: (h.sliding_window as usize + most_rows).next_power_of_two(),
         };
         let now = Workspace::new(&gpu, 0)?;
+        let mut counting = kept.take(MOST_MIXES, "numbers of rows")?;
+        gpu.device.write(&mut counting.view_mut(), &std::array::from_fn::<_, MOST_MIXES, _>(|i| i as u32))?;
+        let staging = Mutex::new(gpu.device.pinned(h.vocab_size as usize)?);
         Ok(Self {
+            staging,
+            counting,
             pool: Pool::new(&gpu.device),
             kept,
             storage,
@@ -162,8 +171,31 @@ impl CudaBackend {
         &self.gpu
     }
 
+    /// Measures the kernels that `work` queues.
+    pub(crate) fn profile<R>(
+        &self,
+        work: impl FnOnce() -> Result<R, RunnerError>,
+    ) -> Result<(R, Vec<KernelShare>), RunnerError> {
+        let gpu = self.gpu.clone();
+        self.gpu.device.profile(|| {
+            // Long enough for everything after it to be queued before it ends.
+            gpu.launch(
+                "matrix_generate",
+                "wait",
+                Launch::new(1, 1),
+                Arguments::new().long(WAIT_NANOSECONDS),
+            )?;
+            work()
+        })
+    }
+
     pub(super) fn single_tokens(&self) -> bool {
         self.single_tokens.load(Ordering::Relaxed)
+    }
+
+    /// Whether inputs may be rounded on the way.
+    pub(super) fn rounds_inputs(&self) -> bool {
+        self.pass() != Pass::Exact
     }
 
     fn pass(&self) -> Pass {
@@ -207,7 +239,7 @@ impl CudaBackend {
     fn product(&self, input: &CudaTensor, matrix: &Matrix, groups: usize) -> Result<CudaTensor, CudaError> {
         let mut output = self.tensor(input.tokens, matrix.rows())?;
         let pass = self.pass();
-        self.with_workspace(matrix.workspace_bytes(input.tokens, pass), |workspace| {
+        self.with_workspace(matrix.workspace_bytes(input.tokens, groups, pass), |workspace| {
             let (input, tokens, output) = (input.values.view(), input.tokens, &mut output.values.view_mut());
             matrix.grouped_products(&self.gpu, workspace, input, tokens, groups, pass, output)
         })?;
@@ -242,6 +274,11 @@ impl CudaBackend {
 
     fn load_matrix(&self, source: &Arc<dyn WeightSource>, place: MatrixPlace) -> Result<Matrix, RunnerError> {
         let MatrixPlace { tensor, first_row, rows, columns } = place;
+        if let Some(GeneratedRows { block_type, seed }) = source.generated(tensor)
+            && first_row == 0
+        {
+            return Ok(Matrix::generate(&self.gpu, block_type, rows, columns, seed)?);
+        }
         if let Some(block_type) = source.block_type(tensor) {
             let bytes = source.blocks(tensor, first_row..first_row + rows)?;
             return Ok(Matrix::load(&self.gpu, block_type, rows, columns, bytes)?);
@@ -258,15 +295,84 @@ impl CudaBackend {
         Ok(matrix)
     }
 
-    fn hyper_mixes(
+    /// The mixer's products with each slice of the streams, `[tokens, slices, n + 1]`, sums of squares last.
+    fn hyper_partials(
+        &self,
+        streams: &CudaTensor,
+        mixer: &Matrix,
+    ) -> Result<(CudaTensor, usize), RunnerError> {
+        let (n, width, tokens) = (mixer.rows(), streams.width, streams.tokens);
+        let widened = match mixer.block_type() {
+            BlockType::F16 | BlockType::F32 => None,
+            _ => {
+                let mut widened = self.tensor(n, width)?;
+                mixer.take_rows(&self.gpu, self.counting.slice(0..n), 1, &mut widened.values.view_mut())?;
+                Some(widened)
+            }
+        };
+        let n_slices = width.div_ceil(SLICE);
+        let mut partials = self.tensor(tokens, n_slices * (n + 1))?;
+        let arguments = Arguments::new().read(streams.values.view());
+        let (name, arguments) = match (&widened, mixer.block_type()) {
+            (Some(widened), _) => ("F32", arguments.read(widened.values.view())),
+            (None, BlockType::F16) => ("F16", arguments.read(mixer.values_as_stored())),
+            (None, _) => ("F32", arguments.read(mixer.values_as_stored())),
+        };
+        let arguments =
+            arguments.write(&partials.values.view_mut()).int(tokens).int(width).int(n).int(MIX_TOKENS);
+        let shape = Launch::new(n_slices, 256).by(tokens.div_ceil(MIX_TOKENS));
+        let at_once = if tokens == 1 { 1 } else { 4 };
+        self.launch("hyper", &format!("hc_mix_{name}_{at_once}"), shape, arguments)?;
+        Ok((partials, n_slices))
+    }
+
+    /// (3.6), (3.1) The streams merged, before and behind the norm; `mix`: post and comb weights to be written.
+    fn merge_streams(
         &self,
         streams: &CudaTensor,
         weights: &HyperConnection<Self>,
-    ) -> Result<CudaTensor, CudaError> {
-        self.product(streams, &weights.mixer, 1)
+        constants: HyperConstants,
+        norm: &CudaVector,
+        mix: Option<(&mut CudaTensor, &mut CudaTensor)>,
+    ) -> Result<(CudaTensor, CudaTensor), RunnerError> {
+        let (m, tokens) = (constants.n_streams, streams.tokens);
+        let width = streams.width / m;
+        let (partials, n_slices) = self.hyper_partials(streams, &weights.mixer)?;
+        let mut x = self.tensor(tokens, width)?;
+        let mut normed = self.tensor(tokens, width)?;
+        let arguments = Arguments::new()
+            .read(streams.values.view())
+            .read(partials.values.view())
+            .read(weights.scale.values.view())
+            .read(weights.base.values.view())
+            .read(norm.values.view())
+            .write(&x.values.view_mut())
+            .write(&normed.values.view_mut());
+        let arguments = match mix {
+            Some((post, comb)) => arguments.write(&post.values.view_mut()).write(&comb.values.view_mut()),
+            None => arguments.null().null(),
+        };
+        let arguments = arguments
+            .int(width)
+            .int(m)
+            .int(n_slices)
+            .int(constants.sinkhorn_iterations)
+            .float(constants.epsilon)
+            .float(constants.rms_epsilon);
+        self.launch("hyper", "hc_pre", Launch::new(tokens, 544), arguments)?;
+        Ok((x, normed))
     }
 }
 
+/// Columns of a slice of the hyper-connections' mixer, as in the kernels.
+const SLICE: usize = 256;
+/// Rows of a mixer, at most: `(2 + M) M`.
+const MOST_MIXES: usize = 40;
+/// Tokens for which a slice of the mixer stays in registers.
+const MIX_TOKENS: usize = 32;
+
+/// For how long the device waits before kernels are measured.
+const WAIT_NANOSECONDS: u64 = 40_000_000;
 /// Values of a checkpoint's matrix that are widened at once.
 const WIDENED_VALUES: usize = 16 << 20;
 
@@ -287,6 +393,9 @@ fn check_shapes(h: &HyperParameters) -> Result<(), RunnerError> {
     }
     if h.num_experts_per_tok > 32 {
         return wrong("num_experts_per_tok", h.num_experts_per_tok, "at most 32");
+    }
+    if !h.hidden_size.is_multiple_of(8) {
+        return wrong("hidden_size", h.hidden_size, "a multiple of 8");
     }
     if h.hc_mult == 0 || h.hc_mult > 5 {
         return wrong("hc_mult", h.hc_mult, "1 to 5");
@@ -425,8 +534,18 @@ impl Backend for CudaBackend {
         Ok(tensor)
     }
 
+    fn room(&self, tokens: usize, width: usize) -> Result<CudaTensor, RunnerError> {
+        Ok(self.tensor(tokens, width)?)
+    }
+
     fn read<'a>(&self, tensor: &'a CudaTensor) -> Result<Cow<'a, [f32]>, RunnerError> {
-        Ok(Cow::Owned(self.gpu.device.download(tensor.values.view())?))
+        let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
+        let n = tensor.values.len();
+        if n > staging.as_slice().len() {
+            return Ok(Cow::Owned(self.gpu.device.download(tensor.values.view())?));
+        }
+        self.gpu.device.read_into(tensor.values.view(), &mut staging.as_mut_slice()[..n])?;
+        Ok(Cow::Owned(staging.as_slice()[..n].to_vec()))
     }
 
     fn read_routing<'a>(&self, routing: &'a CudaRouting) -> Result<Cow<'a, Routing>, RunnerError> {
@@ -489,33 +608,34 @@ impl Backend for CudaBackend {
         Ok(streams)
     }
 
+    fn beside(&self, work: &mut dyn FnMut() -> Result<(), RunnerError>) -> Result<(), RunnerError> {
+        // Batches fill the device, and what they give back is wanted at once.
+        if !self.single_tokens() {
+            return work();
+        }
+        self.pool.hold();
+        self.gpu.device.beside(work)
+    }
+
+    fn together(&self) -> Result<(), RunnerError> {
+        self.gpu.device.together()?;
+        self.pool.release();
+        Ok(())
+    }
+
     fn hc_pre(
         &self,
         streams: &CudaTensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<(CudaTensor, Mix<Self>), RunnerError> {
+        norm: &CudaVector,
+    ) -> Result<SublayerInput<Self>, RunnerError> {
         let (m, tokens) = (constants.n_streams, streams.tokens);
-        let width = streams.width / m;
-        let mixes = self.hyper_mixes(streams, weights)?;
-        let mut x = self.tensor(tokens, width)?;
         let mut post = self.tensor(tokens, m)?;
         let mut comb = self.tensor(tokens, m * m)?;
-        let arguments = Arguments::new()
-            .read(streams.values.view())
-            .read(mixes.values.view())
-            .read(weights.scale.values.view())
-            .read(weights.base.values.view())
-            .write(&x.values.view_mut())
-            .write(&post.values.view_mut())
-            .write(&comb.values.view_mut())
-            .int(width)
-            .int(m)
-            .int(constants.sinkhorn_iterations)
-            .float(constants.epsilon)
-            .float(constants.rms_epsilon);
-        self.launch("hyper", "hc_pre", Launch::new(tokens, row_threads(streams.width)), arguments)?;
-        Ok((x, Mix { post, comb }))
+        let parts = Some((&mut post, &mut comb));
+        let (merged, normed) = self.merge_streams(streams, weights, constants, norm, parts)?;
+        Ok(SublayerInput { merged, normed, mix: Mix { post, comb } })
     }
 
     fn hc_post(
@@ -539,22 +659,9 @@ impl Backend for CudaBackend {
         streams: &CudaTensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<CudaTensor, RunnerError> {
-        let m = constants.n_streams;
-        let mixes = self.hyper_mixes(streams, weights)?;
-        let mut x = self.tensor(streams.tokens, streams.width / m)?;
-        let arguments = Arguments::new()
-            .read(streams.values.view())
-            .read(mixes.values.view())
-            .read(weights.scale.values.view())
-            .read(weights.base.values.view())
-            .write(&x.values.view_mut())
-            .int(streams.width / m)
-            .int(m)
-            .float(constants.epsilon)
-            .float(constants.rms_epsilon);
-        self.launch("hyper", "hc_head", Launch::new(streams.tokens, row_threads(streams.width)), arguments)?;
-        Ok(x)
+        norm: &CudaVector,
+    ) -> Result<(CudaTensor, CudaTensor), RunnerError> {
+        self.merge_streams(streams, weights, constants, norm, None)
     }
 
     fn rms_norm(
@@ -580,7 +687,7 @@ impl Backend for CudaBackend {
         for matrix in matrices {
             outputs.push(self.tensor(input.tokens, matrix.rows())?);
         }
-        let n_bytes = matrices.iter().map(|m| m.workspace_bytes(input.tokens, pass)).max().unwrap_or(0);
+        let n_bytes = matrices.iter().map(|m| m.workspace_bytes(input.tokens, 1, pass)).max().unwrap_or(0);
         self.with_workspace(n_bytes, |workspace| {
             let outputs = outputs.iter_mut().map(|output| output.values.view_mut());
             let mut products: Vec<_> = matrices.iter().copied().zip(outputs).collect();
@@ -723,7 +830,7 @@ impl Backend for CudaBackend {
         let (name, shape, arguments) = match &rule.0 {
             Rule::Hash(table) => {
                 let arguments = arguments.read(table.view()).read(places.tokens());
-                ("route_by_table", Launch::new(tokens.div_ceil(64), 64), arguments)
+                ("route_by_table", Launch::new(tokens.div_ceil(8), 256), arguments)
             }
             Rule::Bias(bias) => {
                 ("route_by_score", Launch::new(tokens.div_ceil(8), 256), arguments.read(bias.view()))

@@ -45,7 +45,8 @@ pub struct Unit {
     pub name: &'static str,
     /// Its text, without what all begin with.
     text: &'static str,
-    /// Whether speed matters so much that a spilled register is an error.
+    /// Whether speed matters so much that a spilled register is an error: not for what runs once when a model is loaded,
+    /// and not for the products in file order, which serve exact numerics and types without kernels of their own.
     pub hot: bool,
     /// Whether its kernels work on activations, not on weights: products and sums are contracted only where the source
     /// says so, and it begins with the helpers for activations.
@@ -65,7 +66,7 @@ macro_rules! units {
             $(Unit {
                 name: $name,
                 text: include_str!(concat!("kernels/", $name, ".cu")),
-                hot: false,
+                hot: true,
                 activations: true,
             },)*
         ];
@@ -74,8 +75,9 @@ macro_rules! units {
 
 units! {
     weights: "matrix_generic" false, "matrix_repack" false, "matrix_generate" false, "matrix_decode" true,
-        "matrix_experts" true;
-    activations: "rows", "hyper", "router", "attention", "compressor", "indexer";
+        "matrix_experts" true, "matrix_prefill" true;
+    activations: "rows", "hyper", "router", "attention", "attention_tiles", "compressor",
+        "indexer";
 }
 
 impl Unit {
@@ -95,6 +97,11 @@ impl Unit {
         }
         source.push_str(self.text);
         source
+    }
+
+    /// Whether all its kernels wait for those before them by themselves.
+    fn begins_early(&self) -> bool {
+        self.activations || ["matrix_decode", "matrix_experts"].contains(&self.name)
     }
 
     /// Whether products and sums may be contracted, as an option of the compiler.
@@ -144,6 +151,25 @@ pub fn prebuilt() -> Result<Prebuilt, String> {
     serde_json::from_str(&text).map_err(|e| e.to_string())
 }
 
+/// Units that the embedded PTX lacks or has from other sources than those of this program.
+///
+/// # Errors
+/// As [`prebuilt`].
+pub fn stale() -> Result<Vec<&'static str>, String> {
+    prebuilt().map(|prebuilt| prebuilt.stale())
+}
+
+impl Prebuilt {
+    /// Text of a unit, if it was made from the unit's source.
+    fn of(&self, unit: &Unit) -> Option<&PrebuiltUnit> {
+        self.units.get(unit.name).filter(|found| found.hash == unit.hash())
+    }
+
+    fn stale(&self) -> Vec<&'static str> {
+        UNITS.iter().filter(|unit| self.of(unit).is_none()).map(|unit| unit.name).collect()
+    }
+}
+
 /// Version of the run-time compiler on this machine, if there is one.
 pub fn compiler_version() -> Option<(i32, i32)> {
     // SAFETY: loads a library by its usual names.
@@ -161,6 +187,23 @@ pub fn compiler_version() -> Option<(i32, i32)> {
 /// # Errors
 /// If there is no compiler, or it refuses; the error holds its log.
 pub fn compile(unit: &Unit, target: &str) -> Result<Vec<u8>, CudaError> {
+    compile_with(unit, target, &[]).map(|compiled| compiled.image)
+}
+
+/// What the compiler gives.
+#[derive(Debug, Clone)]
+pub struct Compiled {
+    /// A cubin or PTX.
+    pub image: Vec<u8>,
+    /// What it says.
+    pub log: String,
+}
+
+/// As [`compile`], with options for reports in the log. They must not change what is made.
+///
+/// # Errors
+/// As [`compile`].
+pub fn compile_with(unit: &Unit, target: &str, more: &[&str]) -> Result<Compiled, CudaError> {
     let version = compiler_version();
     let failed = |log: String| CudaError::Compile {
         unit: unit.name.to_owned(),
@@ -175,17 +218,20 @@ pub fn compile(unit: &Unit, target: &str) -> Result<Vec<u8>, CudaError> {
     let name = CString::new(format!("{}.cu", unit.name)).map_err(|e| failed(e.to_string()))?;
     let program = result::create_program(&source, Some(&name)).map_err(|e| failed(e.to_string()))?;
     let mut options = vec![format!("--gpu-architecture={target}")];
-    options.extend(OPTIONS.into_iter().chain([unit.contraction()]).map(str::to_owned));
+    let all = OPTIONS.into_iter().chain([unit.contraction()]).chain(more.iter().copied());
+    options.extend(all.map(str::to_owned));
     // SAFETY: the program was just made; source and name live until it is destroyed.
     let compiled = unsafe {
         let compiled = result::compile_program(program, &options);
         let log = result::get_program_log(program);
         let output = compiled.and_then(|()| output(program, target.starts_with("compute_")));
         let _ = result::destroy_program(program);
-        output.map_err(|error| {
-            let log = log.map(|log| log.iter().map(|&c| c as u8).collect::<Vec<_>>()).unwrap_or_default();
-            format!("{error}\n{}", String::from_utf8_lossy(&log).trim_end_matches('\0'))
-        })
+        let log = log.map(|log| log.iter().map(|&c| c as u8).collect::<Vec<_>>()).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
+        match output {
+            Ok(image) => Ok(Compiled { image, log }),
+            Err(error) => Err(format!("{error}\n{log}")),
+        }
     };
     compiled.map_err(failed)
 }
@@ -272,9 +318,10 @@ impl Gpu {
         &self,
         unit: &'static str,
         name: &str,
-        shape: Launch,
+        mut shape: Launch,
         arguments: Arguments,
     ) -> Result<(), CudaError> {
+        shape.early = UNITS.iter().any(|known| known.name == unit && known.begins_early());
         self.device.launch(&self.kernels.kernel(unit, name)?, shape, arguments)
     }
 }
@@ -294,7 +341,9 @@ impl Kernels {
             embedded(device)
         };
         let (images, from) = match (images, origin) {
-            (Err(_), Origin::Any) if compiler.is_some() => (embedded(device)?, None),
+            (Err(refused), Origin::Any) if compiler.is_some() => {
+                (embedded(device).map_err(|none| also(none, &refused))?, None)
+            }
             (images, _) => (images?, compiler),
         };
         let mut modules = HashMap::new();
@@ -309,9 +358,16 @@ impl Kernels {
         Ok(Self { inner: Arc::new(Loaded { modules, kernels, origin }) })
     }
 
-    /// Where they came from, for reports.
-    pub fn origin(&self) -> &str {
-        &self.inner.origin
+    /// Where they came from, for reports, and whether the embedded PTX could not have served.
+    pub fn origin(&self) -> String {
+        let origin = &self.inner.origin;
+        match stale() {
+            Ok(units) if units.is_empty() => origin.clone(),
+            Ok(units) => {
+                format!("{origin} (the embedded PTX of {} is of other sources)", units.join(", "))
+            }
+            Err(problem) => format!("{origin} (the embedded PTX cannot be read: {problem})"),
+        }
     }
 
     /// A kernel by unit and name.
@@ -331,6 +387,16 @@ impl Kernels {
         let kernel = module.kernel(name)?;
         self.inner.kernels.write().unwrap_or_else(PoisonError::into_inner).insert(key, kernel.clone());
         Ok(kernel)
+    }
+}
+
+/// The second reason why there are no kernels.
+fn also(error: CudaError, refused: &CudaError) -> CudaError {
+    match error {
+        CudaError::NoKernels { capability, problem } => {
+            CudaError::NoKernels { capability, problem: format!("{problem}, and {refused}") }
+        }
+        error => error,
     }
 }
 
@@ -375,8 +441,7 @@ fn embedded(device: &Device) -> Result<Vec<Vec<u8>>, CudaError> {
     UNITS
         .iter()
         .map(|unit| {
-            let found = prebuilt.units.get(unit.name).filter(|found| found.hash == unit.hash());
-            let found = found.ok_or_else(|| {
+            let found = prebuilt.of(unit).ok_or_else(|| {
                 none(format!("the embedded kernels of `{}` are of other sources", unit.name))
             })?;
             let mut image = found.ptx.clone().into_bytes();
@@ -398,5 +463,37 @@ fn keep(place: &std::path::Path, image: &[u8]) {
     let beside = place.with_extension(format!("{}.partial", std::process::id()));
     if std::fs::write(&beside, image).is_ok() && std::fs::rename(&beside, place).is_err() {
         let _ = std::fs::remove_file(&beside);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_embedded_ptx_is_of_these_sources() {
+        let stale = stale().unwrap();
+        assert!(stale.is_empty(), "run `cargo xtask kernels`: {stale:?} changed");
+        let prebuilt = prebuilt().unwrap();
+        assert_eq!(prebuilt.units.len(), UNITS.len());
+        for unit in prebuilt.units.values() {
+            assert!(unit.ptx.contains(".target sm_90") && !unit.ptx.contains('\0'));
+        }
+    }
+
+    #[test]
+    fn other_sources_are_noticed() {
+        let mut prebuilt = prebuilt().unwrap();
+        prebuilt.units.remove(UNITS[0].name);
+        "0".clone_into(&mut prebuilt.units.get_mut(UNITS[2].name).unwrap().hash);
+        let stale = prebuilt.stale();
+        assert!(stale.contains(&UNITS[0].name) && stale.contains(&UNITS[2].name));
+        assert!(prebuilt.of(&UNITS[2]).is_none());
+    }
+
+    #[test]
+    fn each_unit_has_a_hash_of_its_own() {
+        let hashes: std::collections::BTreeSet<String> = UNITS.iter().map(Unit::hash).collect();
+        assert_eq!(hashes.len(), UNITS.len());
     }
 }

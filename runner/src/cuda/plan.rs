@@ -33,7 +33,12 @@ impl Plan {
         let h = source.hyper_parameters();
         let specs = TensorTable::new(h);
         let bytes_of = |name: &str, n_values: u64, columns: u64| {
-            let block_type = source.find(name).and_then(|found| source.block_type(found.index));
+            let block_type = source.find(name).and_then(|found| {
+                source
+                    .generated(found.index)
+                    .map(|rows| rows.block_type)
+                    .or_else(|| source.block_type(found.index))
+            });
             let row_bytes = block_type.and_then(|block_type| block_type.row_bytes(columns));
             row_bytes
                 .map_or(n_values.saturating_mul(4), |bytes| bytes.saturating_mul(n_values / columns.max(1)))

@@ -1,6 +1,7 @@
 //! Device memory that is used again and again: once a pass was run, the next of the same shape allocates nothing.
 //!
-//! All work is on one stream, so memory may be handed out again as soon as its last user was queued.
+//! Work is on one stream, so memory may be handed out again as soon as its last user was queued; while some runs
+//! beside it on another, what is given back is held.
 //! Nothing is given back to the driver before the pool is dropped: recorded graphs hold addresses of free memory,
 //! which they write before they read it. What must keep its content between passes (caches) has a pool of its own.
 
@@ -25,25 +26,35 @@ pub(super) struct Lists {
     halves: Free<u16>,
     /// Whether a graph is being recorded: nothing may be allocated.
     closed: AtomicBool,
+    /// Whether memory that is given back waits in the lists below until [`Pool::release`].
+    held: AtomicBool,
+    held_floats: Free<f32>,
+    held_integers: Free<u32>,
+    held_halves: Free<u16>,
 }
 
 /// Values that a [`Pool`] has buffers of.
 pub(super) trait Pooled: Pod {
     /// Where they wait.
     fn list(lists: &Lists) -> &Free<Self>;
+    /// Where they wait until they may be used.
+    fn held(lists: &Lists) -> &Free<Self>;
 }
 
 macro_rules! pooled {
-    ($($value:ty => $field:ident),*) => {
+    ($($value:ty => $field:ident, $held:ident;)*) => {
         $(impl Pooled for $value {
             fn list(lists: &Lists) -> &Free<Self> {
                 &lists.$field
+            }
+            fn held(lists: &Lists) -> &Free<Self> {
+                &lists.$held
             }
         })*
     };
 }
 
-pooled!(f32 => floats, u32 => integers, u16 => halves);
+pooled!(f32 => floats, held_floats; u32 => integers, held_integers; u16 => halves, held_halves;);
 
 /// Device memory that is used again. Clones share it.
 #[derive(Clone)]
@@ -76,6 +87,28 @@ impl Pool {
     /// Whether new memory may be allocated from now on: not while a graph is recorded.
     pub(super) fn set_closed(&self, closed: bool) {
         self.lists.closed.store(closed, Ordering::Relaxed);
+    }
+
+    /// From now on memory that is given back stays unused: work on two streams is queued, and neither may take what the
+    /// other still uses.
+    pub(super) fn hold(&self) {
+        self.lists.held.store(true, Ordering::Relaxed);
+    }
+
+    /// What was given back since [`Pool::hold`] may be used again.
+    pub(super) fn release(&self) {
+        fn move_all<T: Pooled>(lists: &Lists) {
+            let held = std::mem::take(&mut *T::held(lists).lock().unwrap_or_else(PoisonError::into_inner));
+            let mut free = T::list(lists).lock().unwrap_or_else(PoisonError::into_inner);
+            for (class, buffers) in held {
+                free.entry(class).or_default().extend(buffers);
+            }
+        }
+        if self.lists.held.swap(false, Ordering::Relaxed) {
+            move_all::<f32>(&self.lists);
+            move_all::<u32>(&self.lists);
+            move_all::<u16>(&self.lists);
+        }
     }
 
     /// Memory for `len` values. `what` names it in errors.
@@ -143,7 +176,9 @@ impl<T: Pooled> PoolBuffer<T> {
 impl<T: Pooled> Drop for PoolBuffer<T> {
     fn drop(&mut self) {
         if let Some(buffer) = self.buffer.take() {
-            let mut lists = T::list(&self.lists).lock().unwrap_or_else(PoisonError::into_inner);
+            let held = self.lists.held.load(Ordering::Relaxed);
+            let list = if held { T::held(&self.lists) } else { T::list(&self.lists) };
+            let mut lists = list.lock().unwrap_or_else(PoisonError::into_inner);
             lists.entry(buffer.len()).or_default().push(buffer);
         }
     }

@@ -1,10 +1,12 @@
-//! Where weights come from: a GGUF file or an official checkpoint folder, mapped, read row by row.
+//! Where weights come from: a GGUF file or an official checkpoint folder, mapped, read row by row; or nowhere, at random.
 
 mod checkpoint;
 mod gguf;
+mod synthetic;
 
 pub use checkpoint::CheckpointSource;
 pub use gguf::GgufSource;
+pub use synthetic::SyntheticSource;
 
 use std::ops::Range;
 use std::path::Path;
@@ -24,6 +26,15 @@ pub struct FoundTensor {
     pub shape: Vec<u64>,
 }
 
+/// All rows of a tensor are random, and a device can make them itself, see [`crate::cuda::matrix::generate::Recipe`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GeneratedRows {
+    /// Type that they are made in.
+    pub block_type: BlockType,
+    /// What they depend on besides type, width and number of the row.
+    pub seed: u64,
+}
+
 /// Weights by their GGUF names. All outer dimensions of a tensor are folded into rows.
 pub trait WeightSource: Send + Sync {
     /// File or folder, for messages.
@@ -34,6 +45,11 @@ pub trait WeightSource: Send + Sync {
     fn find(&self, name: &str) -> Option<FoundTensor>;
     /// The block type that the tensor is stored in, if [`WeightSource::blocks`] can give its bytes.
     fn block_type(&self, tensor: usize) -> Option<BlockType>;
+    /// How a device makes the tensor's rows itself, if they are random.
+    fn generated(&self, tensor: usize) -> Option<GeneratedRows> {
+        let _ = tensor;
+        None
+    }
     /// The blocks of some rows, mapped.
     ///
     /// # Errors

@@ -1,17 +1,21 @@
 //! The device against the CPU: every operation, then whole models. Made to be run on machines that have nothing but the
 //! program, so each finding says all that is needed to go and look.
 
+mod full;
 mod models;
 mod operations;
 mod source;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
+use std::sync::Arc;
 use std::time::Instant;
 
 use serde::Serialize;
 
 use crate::error::RunnerError;
+use crate::session::Model;
+use crate::weights::SyntheticSource;
 
 /// What a self-test checks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -187,4 +191,16 @@ pub fn self_test(test: &SelfTest<'_>, group: Group, each: &mut dyn FnMut(&Check)
         Group::Model => models::model(test, &mut report),
         Group::Equalities => models::equalities(test, &mut report),
     }
+}
+
+/// Checks an open synthetic model: layers of every kind, some rows of every matrix in them, which the CPU makes again.
+///
+/// # Errors
+/// If the model cannot be run at all.
+pub fn check_synthetic(
+    model: &Model,
+    source: &Arc<SyntheticSource>,
+    each: &mut dyn FnMut(&Check),
+) -> Result<(), RunnerError> {
+    full::full(model, source, &mut Report { each })
 }

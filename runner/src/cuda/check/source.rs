@@ -36,7 +36,9 @@ impl OneMatrix {
     ) -> Option<Self> {
         let mut values = noise(seed, rows.min(DISTINCT_ROWS) * columns);
         let factor = 1.0 / (columns as f32).sqrt();
-        values.iter_mut().for_each(|value| *value *= factor);
+        for value in &mut values {
+            *value *= factor;
+        }
         Self::repeated(hyper_parameters, block_type, rows, columns, &values)
     }
 

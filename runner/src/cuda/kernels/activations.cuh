@@ -8,6 +8,12 @@ static __device__ __forceinline__ void store(float* to, float value) { *to = val
 static __device__ __forceinline__ float load(const u16* from) { return half_to_float(*from); }
 static __device__ __forceinline__ float load(const float* from) { return *from; }
 
+// Order of floats as order of integers.
+static __device__ __forceinline__ u32 sort_key(float x) {
+    u32 bits = __float_as_uint(x);
+    return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+
 static __device__ __forceinline__ float warp_max(float value) {
 #pragma unroll
     for (int offset = 16; offset; offset >>= 1) value = fmaxf(value, __shfl_xor_sync(ALL_LANES, value, offset));

@@ -7,6 +7,7 @@
 extern "C" __global__ void q_finish(
     float* queries, const float* frequencies, const int* positions,
     int n_tokens, int n_heads, int head_dim, int n_rotary, float epsilon) {
+    await_previous();
     u32 job = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
     int lane = threadIdx.x & 31;
     if (job >= (u32)n_tokens * n_heads) return;
@@ -27,6 +28,7 @@ extern "C" __global__ void q_finish(
 // (4.4.3) Rotation, then rounding. One block a row.
 extern "C" __global__ void kv_finish(
     float* rows, const float* frequencies, const int* positions, int width, int n_rotary, int official) {
+    await_previous();
     float* row = rows + (u64)blockIdx.x * width;
     rotate_row(row, width, frequencies, n_rotary, positions[blockIdx.x]);
     if (official) round_row_to_fp8(row, width - 2 * n_rotary);
@@ -41,10 +43,12 @@ static __device__ __forceinline__ void append_window(
 }
 
 extern "C" __global__ void append_window_half(const float* rows, u16* ring, const int* positions, int width, int ring_mask) {
+    await_previous();
     append_window(rows, ring, positions, width, ring_mask);
 }
 
 extern "C" __global__ void append_window_float(const float* rows, float* ring, const int* positions, int width, int ring_mask) {
+    await_previous();
     append_window(rows, ring, positions, width, ring_mask);
 }
 
@@ -125,7 +129,9 @@ template <int V> struct Chunks { static const int SIZE = V < 8 ? V : 8, N = V / 
 // Keys that are taken together.
 #define KEYS_AT_ONCE 4
 // Keys of a part: parts are computed alone, and joined in order.
-#define KEYS_PER_PART 64
+#define KEYS_PER_PART 28
+// Values before those of a part's channels: its largest score and its sum.
+#define PART_HEADER 4
 
 template <typename S, int V>
 static __device__ __forceinline__ void attend_part(
@@ -209,7 +215,7 @@ static __device__ __forceinline__ Keys<S> keys_of(
 }
 
 // Grid: tokens, heads by the warps of a block, and parts if they are kept apart. queries, output: [T, heads * 32 V].
-// parts: [T, heads, n_parts, 2 + 32 V] if not null; otherwise the warp goes through all parts itself.
+// parts: [T, heads, n_parts, PART_HEADER + 32 V] if not null; otherwise the warp goes through all parts itself.
 template <typename S, int V>
 static __device__ __forceinline__ void attend(
     const float* queries, const S* ring, const S* rows, const int* chosen, const float* sinks, const float* frequencies,
@@ -228,13 +234,14 @@ static __device__ __forceinline__ void attend(
     Part<V> part;
     if (parts) {
         attend_part(part, q, keys, blockIdx.z * KEYS_PER_PART, lane, scale);
-        float* out = parts + (job * n_parts + blockIdx.z) * (2 + 32 * V);
-        if (lane == 0) {
-            out[0] = part.largest;
-            out[1] = part.sum;
-        }
+        float* out = parts + (job * n_parts + blockIdx.z) * (PART_HEADER + 32 * V);
+        if (lane == 0) *(float2*)out = make_float2(part.largest, part.sum);
 #pragma unroll
-        for (int j = 0; j < V; j++) out[2 + 32 * j + lane] = part.values[j];
+        for (int c = 0; c < Chunks<V>::N; c++)
+#pragma unroll
+            for (int j = 0; j < SIZE; j += 2)
+                *(float2*)(out + PART_HEADER + (32 * c + lane) * SIZE + j) =
+                    make_float2(part.values[c * SIZE + j], part.values[c * SIZE + j + 1]);
         return;
     }
     Part<V> all;
@@ -246,45 +253,57 @@ static __device__ __forceinline__ void attend(
     finish_head(all, sinks[head], output + job * 32 * V, lane, frequencies, n_rotary, position);
 }
 
-// Joins the parts that `attend` kept apart. One warp a head of a token.
-template <int V>
-static __device__ __forceinline__ void join_parts(
-    const float* parts, const float* sinks, const float* frequencies, const int* positions, float* output,
-    int n_tokens, int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts) {
-    u32 job = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
-    int lane = threadIdx.x & 31;
-    if (job >= (u32)n_tokens * n_heads) return;
-    int token = job / n_heads, position = positions[token];
+// Parts that are loaded before the first of them is joined.
+#define PARTS_AT_ONCE 24
+
+// Joins the parts that `attend` kept apart, in the same order as one warp would. One block a head of a token, a thread
+// two channels.
+extern "C" __global__ void join_parts(
+    const float* parts, const float* sinks, const float* frequencies, const int* positions, float* output, int width,
+    int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts, int keys_per_part) {
+    await_previous();
+    int token = blockIdx.x / n_heads, head = blockIdx.x % n_heads, position = positions[token], channel = 2 * threadIdx.x;
     Keys<float> keys = keys_of<float>(0, 0, 0, kind, position, token, 0, window, ratio, top_k);
-    Part<V> part, all;
+    int n = (keys.n_keys + keys_per_part - 1) / keys_per_part, stride = PART_HEADER + width;
+    const float* in = parts + (u64)blockIdx.x * n_parts * stride;
+    Part<2> all;
     all.clear();
-    for (int i = 0; i * KEYS_PER_PART < keys.n_keys; i++) {
-        const float* in = parts + ((u64)job * n_parts + i) * (2 + 32 * V);
-        part.largest = in[0];
-        part.sum = in[1];
+    for (int first = 0; first < n; first += PARTS_AT_ONCE) {
+        float2 heads[PARTS_AT_ONCE], values[PARTS_AT_ONCE];
 #pragma unroll
-        for (int j = 0; j < V; j++) part.values[j] = in[2 + 32 * j + lane];
-        all.join(part);
+        for (int i = 0; i < PARTS_AT_ONCE; i++) {
+            const float* from = in + min(first + i, n - 1) * stride;
+            heads[i] = *(const float2*)from;
+            values[i] = *(const float2*)(from + PART_HEADER + channel);
+        }
+#pragma unroll
+        for (int i = 0; i < PARTS_AT_ONCE; i++) {
+            if (first + i >= n) break;
+            Part<2> part = {heads[i].x, heads[i].y, {values[i].x, values[i].y}};
+            all.join(part);
+        }
     }
-    finish_head(all, sinks[job % n_heads], output + (u64)job * 32 * V, lane, frequencies, n_rotary, position);
+    float sink = sinks[head], largest = fmaxf(all.largest, sink), keep = expf(all.largest - largest);
+    float factor = keep / fmaf(all.sum, keep, expf(sink - largest));
+    float2 pair = {all.values[0] * factor, all.values[1] * factor};
+    int rotary = channel - (width - 2 * n_rotary);
+    if (rotary >= 0) {
+        float2 angle = rotary_angle(position, frequencies[rotary / 2]);
+        angle.y = -angle.y;
+        pair = rotate(pair, angle);
+    }
+    *(float2*)(output + (u64)blockIdx.x * width + channel) = pair;
 }
 
 #define ATTEND(NAME, S, V)                                                                                              \
-    extern "C" __global__ void __launch_bounds__(256) attend_##NAME(                                                    \
+    extern "C" __global__ void __launch_bounds__(256, 1) attend_##NAME(                                                    \
         const float* queries, const S* ring, const S* rows, const int* chosen, const float* sinks,                      \
         const float* frequencies, const int* positions, float* output, float* parts, int n_heads, int n_rotary,         \
         int kind, int ring_mask, int window, int ratio, int top_k, int n_parts, float scale) {                          \
+        await_previous();                                                                                               \
         attend<S, V>(queries, ring, rows, chosen, sinks, frequencies, positions, output, parts, n_heads, n_rotary,      \
                      kind, ring_mask, window, ratio, top_k, n_parts, scale);                                            \
     }
-#define JOIN(WIDTH, V)                                                                                                  \
-    extern "C" __global__ void join_parts_##WIDTH(                                                                      \
-        const float* parts, const float* sinks, const float* frequencies, const int* positions, float* output,          \
-        int n_tokens, int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts) {             \
-        join_parts<V>(parts, sinks, frequencies, positions, output, n_tokens, n_heads, n_rotary, kind, window, ratio,   \
-                      top_k, n_parts);                                                                                  \
-    }
-
 ATTEND(half_64, u16, 2)
 ATTEND(half_128, u16, 4)
 ATTEND(half_256, u16, 8)
@@ -293,7 +312,3 @@ ATTEND(float_64, float, 2)
 ATTEND(float_128, float, 4)
 ATTEND(float_256, float, 8)
 ATTEND(float_512, float, 16)
-JOIN(64, 2)
-JOIN(128, 4)
-JOIN(256, 8)
-JOIN(512, 16)

@@ -8,6 +8,13 @@ typedef unsigned long long u64;
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 
+// A kernel may begin while the one before it still runs, see `launch` in driver.rs. Before this call it must neither read
+// what earlier kernels write nor write anything.
+static __device__ __forceinline__ void await_previous() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 static __device__ __forceinline__ float half_to_float(u16 half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));
@@ -87,11 +94,12 @@ static __device__ __forceinline__ float warp_sum(float value) {
     return value;
 }
 
-// silu(min(gate, limit)) * clamp(up, -limit, limit).
+// silu(min(gate, limit)) * clamp(up, -limit, limit). The division is off by up to two units in the last place: one that
+// is rounded exactly would need a function call and, for that, registers.
 static __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
     gate = fminf(gate, limit);
     up = fminf(fmaxf(up, -limit), limit);
-    return gate / (1.0f + expf(-gate)) * up;
+    return __fdividef(gate, 1.0f + expf(-gate)) * up;
 }
 
 static __device__ __forceinline__ u32 shared_address(const void* place) {
@@ -102,7 +110,11 @@ static __device__ __forceinline__ void copy_async(u32 shared, const void* global
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global));
 }
 
-// As above, but zeros if not `wanted`.
+static __device__ __forceinline__ void copy_word_async(u32 shared, const void* global) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared), "l"(global));
+}
+
+// As `copy_async`, but zeros if not `wanted`.
 static __device__ __forceinline__ void copy_async_or_zero(u32 shared, const void* global, bool wanted) {
     int bytes = wanted ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));

@@ -54,6 +54,7 @@ extern "C" __global__ void emit_rows_half(
     const float* values, const float* gates, const float* kept_values, const float* kept_gates,
     const float* position_bias, const float* norm, const float* frequencies, const int* positions, u16* rows,
     int n_tokens, int ratio, int width, int overlapping, int n_rotary, float epsilon, int rounding, float hadamard_factor) {
+    await_previous();
     emit_rows(values, gates, kept_values, kept_gates, position_bias, norm, frequencies, positions, rows, n_tokens,
               ratio, width, overlapping, n_rotary, epsilon, rounding, hadamard_factor);
 }
@@ -62,6 +63,7 @@ extern "C" __global__ void emit_rows_float(
     const float* values, const float* gates, const float* kept_values, const float* kept_gates,
     const float* position_bias, const float* norm, const float* frequencies, const int* positions, float* rows,
     int n_tokens, int ratio, int width, int overlapping, int n_rotary, float epsilon, int rounding, float hadamard_factor) {
+    await_previous();
     emit_rows(values, gates, kept_values, kept_gates, position_bias, norm, frequencies, positions, rows, n_tokens,
               ratio, width, overlapping, n_rotary, epsilon, rounding, hadamard_factor);
 }
@@ -70,6 +72,7 @@ extern "C" __global__ void emit_rows_float(
 extern "C" __global__ void keep_tokens(
     const float* values, const float* gates, float* kept_values, float* kept_gates, const int* positions,
     int n_tokens, int n_slots, int width) {
+    await_previous();
     int token = n_tokens - 1 - blockIdx.x;
     u64 from = (u64)token * width, to = (u64)((positions[0] + token) % n_slots) * width;
     for (int i = threadIdx.x; i < width; i += blockDim.x) {

@@ -27,6 +27,7 @@ static __device__ __forceinline__ void index_finish(
     extern "C" __global__ void index_finish_##WIDTH(                                                                    \
         float* queries, const float* frequencies, const int* positions, int n_tokens, int n_heads, int n_rotary,        \
         int official, float hadamard_factor) {                                                                          \
+        await_previous();                                                                                               \
         index_finish<N>(queries, frequencies, positions, n_tokens, n_heads, n_rotary, official, hadamard_factor);       \
     }
 INDEX_FINISH(64, 2)
@@ -84,18 +85,13 @@ static __device__ __forceinline__ void index_scores(
     extern "C" __global__ void __launch_bounds__(256) index_scores_##NAME(                                              \
         const float* queries, const float* head_weights, const S* rows, const int* positions, float* scores,            \
         int n_heads, int n_rows, int ratio, int skip, float factor) {                                                   \
+        await_previous();                                                                                               \
         index_scores<S, WIDTH>(queries, head_weights, rows, positions, scores, n_heads, n_rows, ratio, skip, factor);   \
     }
 INDEX_SCORES(half_64, u16, 64)
 INDEX_SCORES(half_128, u16, 128)
 INDEX_SCORES(float_64, float, 64)
 INDEX_SCORES(float_128, float, 128)
-
-// Order of floats as order of integers.
-static __device__ __forceinline__ u32 sort_key(float x) {
-    u32 bits = __float_as_uint(x);
-    return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
-}
 
 // Sum of `flag` over the threads before this one; *total over all. `scratch`: 32 values of shared memory.
 static __device__ __forceinline__ int rank_in_block(bool flag, int* scratch, int* total) {
@@ -119,6 +115,7 @@ static __device__ __forceinline__ int rank_in_block(bool flag, int* scratch, int
 // Tokens that see no more rows than that write nothing.
 extern "C" __global__ void __launch_bounds__(1024) choose_rows(
     const float* scores, const int* positions, int* chosen, int n_rows, int ratio, int top_k) {
+    await_previous();
     __shared__ int counts[256];
     __shared__ int scratch[32];
     __shared__ u32 found_digit;

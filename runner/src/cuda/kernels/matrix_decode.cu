@@ -79,6 +79,7 @@ static __device__ __forceinline__ void products(const Parts& parts, const float*
         begin(item);
         load(now, 0);
     }
+    await_previous();
     for (u32 i = threadIdx.x; i < TOKENS * quads; i += blockDim.x) {
         u32 token = i / quads, quad = i % quads;
         const float4* from = (const float4*)(input + min(token, tokens - 1) * stride + (u64)blockIdx.y * columns);
@@ -189,7 +190,75 @@ static __device__ __forceinline__ void products(const Parts& parts, const float*
     }
 
 PRODUCTS(1, 1, 4, 3)
-PRODUCTS(1, 2, 2, 3)
+PRODUCTS(1, 2, 4, 2)
+PRODUCTS(1, 4, 2, 2)
 PRODUCTS(2, 2, 2, 2)
 PRODUCTS(4, 2, 2, 2)
+#if __CUDA_ARCH__ >= 1000
+PRODUCTS(8, 2, 2, 1)
+#else
 PRODUCTS(8, 2, 2, 2)
+#endif
+
+// A few long F16 rows: a block has one, and each of its warps every eighth chunk of 512 bytes, all loaded at once. Inputs
+// are read where they are. The sums of the warps are added in order.
+template <int TOKENS>
+static __device__ __forceinline__ void long_rows(const u8* weights, const float* input, u32 columns, u32 rows, u32 tokens,
+                                                 float* out) {
+    constexpr int CHUNKS = 8, WARPS = 8;
+    __shared__ float partial[TOKENS][WARPS];
+    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, row = blockIdx.x, pieces = columns / 8;
+    const uint4* from = (const uint4*)weights + (u64)row * pieces;
+    float sums[TOKENS];
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) sums[t] = 0.0f;
+    for (u32 base = warp * WARP + lane; base < pieces; base += CHUNKS * WARPS * WARP) {
+        uint4 loaded[CHUNKS];
+#pragma unroll
+        for (int c = 0; c < CHUNKS; c++) {
+            u32 piece = base + c * WARPS * WARP;
+            loaded[c] = piece < pieces ? load_once(from + piece) : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+        for (int t = 0; t < TOKENS; t++) {
+            const float4* x = (const float4*)(input + (u64)min((u32)t, tokens - 1) * columns);
+#pragma unroll
+            for (int c = 0; c < CHUNKS; c++) {
+                u32 piece = min(base + c * WARPS * WARP, pieces - 1);
+                float4 a = x[piece * 2], b = x[piece * 2 + 1];
+                uint4 v = loaded[c];
+                float sum = fmaf(half_to_float((u16)v.x), a.x, sums[t]);
+                sum = fmaf(half_to_float((u16)(v.x >> 16)), a.y, sum);
+                sum = fmaf(half_to_float((u16)v.y), a.z, sum);
+                sum = fmaf(half_to_float((u16)(v.y >> 16)), a.w, sum);
+                sum = fmaf(half_to_float((u16)v.z), b.x, sum);
+                sum = fmaf(half_to_float((u16)(v.z >> 16)), b.y, sum);
+                sum = fmaf(half_to_float((u16)v.w), b.z, sum);
+                sums[t] = fmaf(half_to_float((u16)(v.w >> 16)), b.w, sum);
+            }
+        }
+    }
+#pragma unroll
+    for (int t = 0; t < TOKENS; t++) {
+        float sum = warp_sum(sums[t]);
+        if (lane == 0) partial[t][warp] = sum;
+    }
+    __syncthreads();
+    if (threadIdx.x < tokens) {
+        float sum = 0.0f;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) sum += partial[threadIdx.x][w];
+        out[(u64)threadIdx.x * rows + row] = sum;
+    }
+}
+
+#define LONG_ROWS(TOKENS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256, 1) long_rows_##TOKENS(                                      \
+        const u8* weights, const float* input, u32 columns, u32 rows, u32 tokens, float* out) {                   \
+        await_previous();                                                                                         \
+        long_rows<TOKENS>(weights, input, columns, rows, tokens, out);                                            \
+    }
+
+LONG_ROWS(1)
+LONG_ROWS(2)
+LONG_ROWS(4)

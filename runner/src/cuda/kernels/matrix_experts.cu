@@ -21,7 +21,9 @@ struct Input {
 
 // Each format: values a chunk, pieces a chunk, which 16 values of the row a piece is, and the dot product of one chunk.
 struct Iq2Xxs {
-    static constexpr int VALUES = 64, PIECES = 4, TABLE_BYTES = 256 * 8 + 128 * 4;
+    // Copies of each entry of the tables, side by side: lanes read copies of their own, so that fewer meet in a bank.
+    static constexpr int GRID_COPIES = 8, SIGN_COPIES = 16, GRID_BYTES = 256 * 8 * GRID_COPIES;
+    static constexpr int VALUES = 64, PIECES = 4, TABLE_BYTES = GRID_BYTES + 128 * 4 * SIGN_COPIES;
     static constexpr bool SUMS = false, INTERLEAVED = false;
     struct Raw {
         uint4 codes;
@@ -32,22 +34,32 @@ struct Iq2Xxs {
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) { return chunk * 4 + place; }
 
     static __device__ void fill(u8* table) {
-        u32* grid = (u32*)table;
-        u32* signs = (u32*)(table + 2048);
-        for (u32 i = threadIdx.x; i < 512; i += blockDim.x) {
-            u32 codes = d_iq2_xxs[i / 2] >> (i % 2 * 8), bytes = 0;
-            for (int k = 0; k < 4; k++) {
+        for (u32 i = threadIdx.x; i < 256; i += blockDim.x) {
+            u32 codes = d_iq2_xxs[i], words[2] = {0, 0};
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
                 u32 code = codes >> (2 * k) & 3;
-                bytes |= (code == 0 ? 8u : code == 1 ? 25u : 43u) << (8 * k);
+                words[k / 4] |= (code == 0 ? 8u : code == 1 ? 25u : 43u) << (8 * (k % 4));
             }
-            grid[i] = bytes;
+            uint4 two = make_uint4(words[0], words[1], words[0], words[1]);
+#pragma unroll
+            for (int copy = 0; copy < GRID_COPIES; copy += 2) *(uint4*)(table + (i * GRID_COPIES + copy) * 8) = two;
         }
         // Selectors of a byte permutation that takes each of eight bytes or its negative.
         for (u32 i = threadIdx.x; i < 128; i += blockDim.x) {
             u32 all = i | (__popc(i) & 1) << 7, selectors = 0;
+#pragma unroll
             for (int k = 0; k < 8; k++) selectors |= ((k & 3) | (all >> k & 1) << 2) << (4 * k);
-            signs[i] = selectors;
+            uint4 four = make_uint4(selectors, selectors, selectors, selectors);
+#pragma unroll
+            for (int copy = 0; copy < SIGN_COPIES; copy += 4) {
+                *(uint4*)(table + GRID_BYTES + (i * SIGN_COPIES + copy) * 4) = four;
+            }
         }
+    }
+    // Bits `from` .. of a word, moved to bits 6 and up.
+    static __device__ __forceinline__ u32 at_six(u32 word, int from) {
+        return from < 6 ? word << (6 - from) : word >> (from - 6);
     }
     static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
         raw.codes = load_once((const uint4*)(w.planes + row * (columns / 4)) + chunk);
@@ -55,8 +67,7 @@ struct Iq2Xxs {
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales, const float*,
                                                 const u8* table, u32) {
-        const uint2* grid = (const uint2*)table;
-        const u32* signs = (const u32*)(table + 2048);
+        const u32 grid_copy = threadIdx.x % GRID_COPIES * 8, sign_copy = threadIdx.x % SIGN_COPIES * 4;
         float sum = 0.0f;
 #pragma unroll
         for (int s = 0; s < 2; s++) {
@@ -66,8 +77,9 @@ struct Iq2Xxs {
             int dot = 0;
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                uint2 g = grid[entries >> (8 * k) & 255];
-                u32 selector = signs[rest >> (7 * k) & 127];
+                // Entries lie 64 bytes apart.
+                uint2 g = *(const uint2*)(table + (at_six(entries, 8 * k) & 255 << 6 | grid_copy));
+                u32 selector = *(const u32*)(table + GRID_BYTES + (at_six(rest, 7 * k) & 127 << 6 | sign_copy));
                 // No grid byte exceeds 43, so that no borrow crosses: the bytes' negatives.
                 u32 low = __byte_perm(g.x, 0x01010100u - g.x, selector);
                 u32 high = __byte_perm(g.y, 0x01010100u - g.y, selector >> 16);
@@ -207,33 +219,24 @@ struct Mxfp4 {
     }
 };
 
+// Place of a piece of the row among all.
+template <class F> static __device__ __forceinline__ u32 place_of(u32 piece) {
+    u32 chunk = F::chunk(piece);
+    return (chunk / WARP * F::PIECES + F::place(piece)) * WARP + chunk % WARP;
+}
+
 // Puts four codes, values `value` .. `value` + 3 of the row, where chunks will read them.
 template <class F> static __device__ __forceinline__ void put(uint4* codes, u32 value, u32 word) {
-    u32 piece = value / 16, chunk = F::chunk(piece);
-    u8* row = (u8*)(codes + (u64)(chunk / WARP * F::PIECES) * WARP + chunk % WARP);
+    u32 piece = value / 16;
     if (F::INTERLEAVED) {
+        u8* first = (u8*)(codes + place_of<F>(piece - piece % 2));
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 within = (value + i) % 16 * 2 + piece % 2;
-            row[within / 16 * WARP * 16 + within % 16] = (u8)(word >> (8 * i));
+            first[within / 16 * WARP * 16 + within % 16] = (u8)(word >> (8 * i));
         }
     } else {
-        *(u32*)(row + F::place(piece) * WARP * 16 + value % 16) = word;
-    }
-}
-
-// Once codes and the scales of 32 values lie in shared memory: scale and sum of every piece.
-template <class F> static __device__ __forceinline__ void finish_input(const Input& x, const float* scales32, u32 columns) {
-    for (u32 i = threadIdx.x; i < columns / 16; i += blockDim.x) {
-        u32 chunk = i / F::PIECES, place = i % F::PIECES;
-        u32 at = (chunk / WARP * F::PIECES + place) * WARP + chunk % WARP;
-        float scale = scales32[F::piece(chunk, place) / 2];
-        x.scales[at] = scale;
-        if (F::SUMS) {
-            uint4 v = x.codes[at];
-            int sum = dot4(v.x, 0x01010101u, dot4(v.y, 0x01010101u, dot4(v.z, 0x01010101u, dot4(v.w, 0x01010101u, 0))));
-            x.sums[at] = scale * (float)sum;
-        }
+        *(u32*)((u8*)(codes + place_of<F>(piece)) + value % 16) = word;
     }
 }
 
@@ -248,32 +251,88 @@ template <class F> static __device__ __forceinline__ Input input_at(u8*& memory,
     return x;
 }
 
+// scale = most / 127, and 1 / scale: an approximation and one correction with the exact remainder round as divisions
+// do. Where all values are below 1e-35, they become zeros.
+static __device__ __forceinline__ float scale_and_inverse(float most, float* scale) {
+    const float part = 1.0f / 127.0f;
+    float quotient = most * part, inverse;
+    quotient = fmaf(fmaf(-quotient, 127.0f, most), part, quotient);
+    *scale = quotient;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(quotient));
+    inverse = fmaf(fmaf(-quotient, inverse, 1.0f), inverse, inverse);
+    return quotient > 1e-37f ? inverse : 0.0f;
+}
+
 // Rounds 32 values that a warp's lanes have, one each: the code, and the scale on every lane.
 static __device__ __forceinline__ int round_to_8_bits(float value, float* scale) {
     float most = fabsf(value);
 #pragma unroll
     for (int distance = 16; distance; distance >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, distance));
-    *scale = most / 127.0f;
-    float inverse = *scale > 0.0f ? 1.0f / *scale : 0.0f;
+    float inverse = scale_and_inverse(most, scale);
     return __float2int_rn(value * inverse);
+}
+
+// Four values of 32 that eight lanes have: their codes, and the scale on every lane. The same as above.
+static __device__ __forceinline__ u32 round_four_to_8_bits(float4 v, float* scale) {
+    float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+    for (int distance = 4; distance; distance >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, distance));
+    float inverse = scale_and_inverse(most, scale);
+    u32 x = __float2int_rn(v.x * inverse) & 255, y = __float2int_rn(v.y * inverse) & 255;
+    u32 z = __float2int_rn(v.z * inverse) & 255, w = __float2int_rn(v.w * inverse) & 255;
+    return x | y << 8 | z << 16 | w << 24;
+}
+
+// Rounds a row of inputs into shared memory.
+template <class F>
+static __device__ __forceinline__ void put_input(const Input& x, const float* values, u32 columns) {
+    // Loads of a few rounds at once, for they take long.
+    constexpr u32 ROUNDS = 4;
+    for (u32 base = threadIdx.x; base < columns / 4; base += ROUNDS * blockDim.x) {
+        float4 loaded[ROUNDS];
+#pragma unroll
+        for (u32 i = 0; i < ROUNDS; i++) {
+            u32 quad = base + i * blockDim.x;
+            if (quad < columns / 4) loaded[i] = ((const float4*)values)[quad];
+        }
+#pragma unroll
+        for (u32 i = 0; i < ROUNDS; i++) {
+            u32 quad = base + i * blockDim.x;
+            // The same on all lanes of a warp, for columns are a multiple of 256.
+            if (quad < columns / 4) {
+                float scale;
+                u32 word = round_four_to_8_bits(loaded[i], &scale);
+                put<F>(x.codes, quad * 4, word);
+                int sum = dot4(word, 0x01010101u, 0);
+                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
+                if (quad % 4 == 0) {
+                    u32 at = place_of<F>(quad / 4);
+                    x.scales[at] = scale;
+                    if (F::SUMS) x.sums[at] = scale * (float)sum;
+                }
+            }
+        }
+    }
 }
 
 // Gate and up products of 32 rows for one expert of one token, activated:
 // codes[item, F] and scales[item, F / 32] of weight * mid, and plain[item, F] = mid if wanted.
 // Grid: (F / 32, tokens * n_used), 8 warps; a warp has four rows of both matrices, and takes C chunks a lane at a time.
 template <class F, int C>
-static __device__ __forceinline__ void gate_up(Weights gate, Weights up, const u32* experts, const float* weights,
+static __device__ __forceinline__ void gate_up(const Weights& gate, const Weights& up, const u32* experts, const float* weights,
                                                const float* input, u32 n_used, u32 columns, u32 rows, float limit,
                                                i8* codes, float* scales, float* plain) {
     extern __shared__ uint4 shared_memory[];
     __shared__ float mids[32];
     u8* memory = (u8*)shared_memory;
     Input x = input_at<F>(memory, columns);
-    float* scales32 = (float*)memory;
-    u8* table = memory + columns / 32 * 4;
+    u8* table = memory;
 
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, item = blockIdx.y;
     const u32 chunks = columns / F::VALUES, steps = (chunks + C * WARP - 1) / (C * WARP);
+    F::fill(table);
+    await_previous();
     const u64 row = (u64)experts[item] * rows + blockIdx.x * 32 + warp * 4;
     typename F::Raw now[2][C], next[2][C];
     auto load = [&](typename F::Raw(&raw)[2][C], u32 r, u32 step) {
@@ -286,19 +345,7 @@ static __device__ __forceinline__ void gate_up(Weights gate, Weights up, const u
         }
     };
     load(now, 0, 0);
-
-    F::fill(table);
-    const float* from = input + (u64)(item / n_used) * columns;
-    for (u32 group = warp; group < columns / 32; group += 8) {
-        float scale;
-        int code = round_to_8_bits(from[group * 32 + lane], &scale) & 255;
-        code |= __shfl_down_sync(ALL_LANES, code, 1) << 8;
-        code |= __shfl_down_sync(ALL_LANES, code, 2) << 16;
-        if (lane % 4 == 0) put<F>(x.codes, group * 32 + lane, code);
-        if (lane == 0) scales32[group] = scale;
-    }
-    __syncthreads();
-    finish_input<F>(x, scales32, columns);
+    put_input<F>(x, input + (u64)(item / n_used) * columns, columns);
     __syncthreads();
 
     u32 r = 0, step = 0;
@@ -345,70 +392,110 @@ static __device__ __forceinline__ void gate_up(Weights gate, Weights up, const u
     }
 }
 
+// Which chunks of which row a warp of `down` is at: all slots of a row, then the next row.
+struct Walk {
+    u32 row;
+    u32 slot;
+    u32 step;
+};
+
 // out[token, row] = sum over slots, in their order, of down(expert of the slot)[row, .] . mid[token, slot, .].
-// Grid: (row blocks, tokens), 16 warps; a warp has one row at a time, and loads N chunks a lane before it uses them.
+// Grid: (row blocks, tokens), 16 warps; a warp has one row at a time, and loads N chunks a lane while it uses as many.
 template <class F, int N>
-static __device__ __forceinline__ void down(Weights matrix, const u32* experts, const i8* codes, const float* scales,
-                                            u32 n_used, u32 columns, u32 rows, float* out) {
+static __device__ __forceinline__ void down(const Weights& matrix, const u32* experts, const i8* codes,
+                                            const float* scales, u32 n_used, u32 columns, u32 rows, float* out) {
     extern __shared__ uint4 shared_memory[];
     u8* memory = (u8*)shared_memory;
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = blockIdx.y;
-    const u32 chunks = columns / F::VALUES, steps = (chunks + WARP - 1) / WARP, n = n_used * steps;
+    const u32 chunks = columns / F::VALUES, steps = (chunks + WARP - 1) / WARP, row_step = gridDim.x * 16;
     const u32* chosen = experts + (u64)token * n_used;
     const Input first = input_at<F>(memory, columns);
     const u32 bytes = memory - (u8*)shared_memory;
     auto input = [&](u32 slot) {
-        u64 skip = (u64)slot * bytes;
+        u32 skip = slot * bytes;
         Input x = {(uint4*)((u8*)first.codes + skip), (float*)((u8*)first.scales + skip),
                    (float*)((u8*)first.sums + skip)};
         return x;
     };
+    auto advance = [&](Walk& walk) {
+        if (++walk.step == steps) {
+            walk.step = 0;
+            if (++walk.slot == n_used) {
+                walk.slot = 0;
+                walk.row += row_step;
+            }
+        }
+    };
     u8* table = (u8*)shared_memory + n_used * bytes;
     F::fill(table);
-    for (u32 slot = 0; slot < n_used; slot++) {
-        const u32* from = (const u32*)(codes + ((u64)token * n_used + slot) * columns);
-        uint4* to = input(slot).codes;
-        for (u32 i = threadIdx.x; i < columns / 4; i += blockDim.x) put<F>(to, i * 4, from[i]);
-    }
-    __syncthreads();
-    for (u32 slot = 0; slot < n_used; slot++) {
-        finish_input<F>(input(slot), scales + ((u64)token * n_used + slot) * (columns / 32), columns);
+    await_previous();
+    Walk ahead = {warp * gridDim.x + blockIdx.x, 0, 0}, here = ahead;
+    typename F::Raw now[N], next[N];
+    auto load = [&](typename F::Raw(&raw)[N]) {
+#pragma unroll
+        for (int i = 0; i < N; i++) {
+            if (ahead.row < rows) {
+                u64 row = (u64)chosen[ahead.slot] * rows + ahead.row;
+                F::load(raw[i], matrix, row, columns, min(ahead.step * WARP + lane, chunks - 1));
+            }
+            advance(ahead);
+        }
+    };
+    load(now);
+
+    const u32 pieces = columns / 16;
+    for (u32 i = threadIdx.x; i < n_used * pieces; i += blockDim.x) {
+        uint4 v = ((const uint4*)(codes + (u64)token * n_used * columns))[i];
+        float scale = scales[(u64)token * n_used * (columns / 32) + i / 2];
+        u32 piece = i % pieces, at = place_of<F>(piece);
+        Input x = input(i / pieces);
+        if (F::INTERLEAVED) {
+            put<F>(x.codes, piece * 16, v.x);
+            put<F>(x.codes, piece * 16 + 4, v.y);
+            put<F>(x.codes, piece * 16 + 8, v.z);
+            put<F>(x.codes, piece * 16 + 12, v.w);
+        } else {
+            x.codes[at] = v;
+        }
+        x.scales[at] = scale;
+        if (F::SUMS) {
+            int sum = dot4(v.x, 0x01010101u, dot4(v.y, 0x01010101u, dot4(v.z, 0x01010101u, dot4(v.w, 0x01010101u, 0))));
+            x.sums[at] = scale * (float)sum;
+        }
     }
     __syncthreads();
 
-    for (u32 row = warp * gridDim.x + blockIdx.x; row < rows; row += gridDim.x * 16) {
-        float sum = 0.0f;
-        for (u32 start = 0; start < n; start += N) {
-            typename F::Raw raw[N];
+    float sum = 0.0f;
+    while (here.row < rows) {
+        load(next);
 #pragma unroll
-            for (int i = 0; i < N; i++) {
-                u32 index = min(start + i, n - 1), chunk = index % steps * WARP + lane;
-                F::load(raw[i], matrix, (u64)chosen[index / steps] * rows + row, columns, min(chunk, chunks - 1));
-            }
-#pragma unroll
-            for (int i = 0; i < N; i++) {
-                if (start + i < n) {
-                    u32 step = (start + i) % steps, chunk = step * WARP + lane;
-                    Input x = input((start + i) / steps);
-                    u32 at = chunk < chunks ? step * F::PIECES * WARP + lane : lane;
-                    float dot = F::dot(raw[i], x.codes + at, x.scales + at, x.sums + at, table, chunk);
-                    sum += chunk < chunks ? dot : 0.0f;
+        for (int i = 0; i < N; i++) {
+            if (here.row < rows) {
+                u32 chunk = here.step * WARP + lane, row = here.row;
+                Input x = input(here.slot);
+                u32 at = chunk < chunks ? here.step * F::PIECES * WARP + lane : lane;
+                float dot = F::dot(now[i], x.codes + at, x.scales + at, x.sums + at, table, chunk);
+                sum += chunk < chunks ? dot : 0.0f;
+                advance(here);
+                if (here.row != row) {
+                    sum = warp_sum(sum);
+                    if (lane == 0) out[(u64)token * rows + row] = sum;
+                    sum = 0.0f;
                 }
             }
+            now[i] = next[i];
         }
-        sum = warp_sum(sum);
-        if (lane == 0) out[(u64)token * rows + row] = sum;
     }
 }
 
 #define EXPERTS(NAME, F, C, N)                                                                                       \
     extern "C" __global__ void __launch_bounds__(256, 3) gate_up_##NAME(                                             \
-        Weights gate, Weights up, const u32* experts, const float* weights, const float* input, u32 n_used,          \
+        const __grid_constant__ Weights gate, const __grid_constant__ Weights up, const u32* experts, const float* weights, const float* input, u32 n_used,          \
         u32 columns, u32 rows, float limit, i8* codes, float* scales, float* plain) {                                \
         gate_up<F, C>(gate, up, experts, weights, input, n_used, columns, rows, limit, codes, scales, plain);        \
     }                                                                                                                \
     extern "C" __global__ void __launch_bounds__(512, 2) down_##NAME(                                                \
-        Weights matrix, const u32* experts, const i8* codes, const float* scales, u32 n_used, u32 columns, u32 rows, \
+        const __grid_constant__ Weights matrix, const u32* experts, const i8* codes, const float* scales, u32 n_used, u32 columns, u32 rows, \
         float* out) {                                                                                                \
         down<F, N>(matrix, experts, codes, scales, n_used, columns, rows, out);                                      \
     }
@@ -416,4 +503,4 @@ static __device__ __forceinline__ void down(Weights matrix, const u32* experts, 
 EXPERTS(IQ2_XXS, Iq2Xxs, 2, 3)
 EXPERTS(Q2_K, Q2K, 1, 3)
 EXPERTS(Q4_K, Q4K, 1, 2)
-EXPERTS(MXFP4, Mxfp4, 2, 4)
+EXPERTS(MXFP4, Mxfp4, 2, 3)

@@ -68,3 +68,12 @@ extern "C" __global__ void __launch_bounds__(512) read_all(const uint4* from, u6
     }
     if (bits == 0x12345678u) out[0] = bits;
 }
+
+// Keeps the device busy for a while, so that what is to be measured can be queued.
+extern "C" __global__ void wait(u64 nanoseconds) {
+    u64 now, start;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - start < nanoseconds);
+}

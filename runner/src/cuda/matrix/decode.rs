@@ -54,6 +54,43 @@ pub(super) fn fits(matrix: &Matrix) -> bool {
     aligned && input_bytes(columns) <= INPUT_BYTES
 }
 
+/// Whether the matrix has few long rows, which are divided among warps. It depends on the shape alone, so that a product
+/// has the same bits wherever it is computed.
+pub(super) fn has_long_rows(matrix: &Matrix) -> bool {
+    matrix.block_type() == BlockType::F16 && matrix.rows() <= 64 && matrix.columns() >= 8192
+}
+
+/// How many of the kernels' inputs a launch takes for `left` tokens, if there is room for `most`.
+fn width(left: usize, most: usize) -> usize {
+    [1, 2, 4, 8].into_iter().find(|&n| n >= left || n == most).unwrap_or(most).min(most)
+}
+
+fn long_rows(
+    gpu: &Gpu,
+    matrix: &Matrix,
+    input: View<'_, f32>,
+    tokens: usize,
+    output: u64,
+) -> Result<(), CudaError> {
+    let (rows, columns) = (matrix.rows(), matrix.columns());
+    let mut first = 0;
+    while first < tokens {
+        let width = width(tokens - first, 4);
+        let n = width.min(tokens - first);
+        let arguments = Arguments::new()
+            .read(matrix.bytes.view())
+            .read(input.slice(first * columns..(first + n) * columns))
+            .int(columns)
+            .int(rows)
+            .int(n)
+            .long(output + (first * rows * size_of::<f32>()) as u64);
+        let shape = Launch::new(rows, THREADS);
+        gpu.launch("matrix_decode", &format!("long_rows_{width}"), shape, arguments)?;
+        first += n;
+    }
+    Ok(())
+}
+
 /// Products of matrices with a common input; `groups` is 1 unless there is one matrix.
 pub(super) fn products(
     gpu: &Gpu,
@@ -68,9 +105,8 @@ pub(super) fn products(
     let most = [8, 4, 2, 1].into_iter().find(|n| n * input_bytes(columns) <= INPUT_BYTES).unwrap_or(1);
     let mut first = 0;
     while first < tokens {
-        let left = tokens - first;
-        let width = [1, 2, 4, 8].into_iter().find(|&n| n >= left || n == most).unwrap_or(most).min(most);
-        let n = left.min(width);
+        let width = width(tokens - first, most);
+        let n = width.min(tokens - first);
         let input = input.slice(first * stride..(first + n) * stride);
         launch(gpu, input, n, width, groups, first, matrices)?;
         first += n;
@@ -89,9 +125,12 @@ fn launch(
 ) -> Result<(), CudaError> {
     let columns = matrices[0].0.columns();
     let multiprocessors = gpu.device.facts().n_multiprocessors as usize;
-    let rows: usize = matrices.iter().map(|(matrix, _)| matrix.rows()).sum();
-    // Few rows: one for each warp, so that all multiprocessors have work.
-    let per_warp = if width == 1 && rows <= multiprocessors * 3 * WARPS * 2 { 1 } else { 2 };
+    let rows: usize = matrices.iter().map(|(matrix, _)| matrix.rows() / groups).sum();
+    let row_bytes = matrices.iter().map(|(matrix, _)| matrix.row_bytes).min().unwrap_or(0);
+    let (per_warp, blocks_each) = match width {
+        1 => rows_per_warp(rows * groups, multiprocessors, row_bytes),
+        _ => (2, 2),
+    };
     let mut parts = Parts { n: matrices.len() as u32, ..Zeroable::zeroed() };
     let mut end = 0;
     for (part, (matrix, out)) in parts.part.iter_mut().zip(matrices) {
@@ -103,7 +142,7 @@ fn launch(
         let out = out + (first_token * matrix.rows() * size_of::<f32>()) as u64;
         *part = Part { weights, scales, out, rows: matrix.rows() as u32, end: end as u32 };
     }
-    let most_blocks = (multiprocessors * if width == 1 { 3 } else { 2 } / groups).max(1);
+    let most_blocks = (multiprocessors * blocks_each / groups).max(1);
     let blocks = end.div_ceil(WARPS).max(multiprocessors.min(end)).min(most_blocks);
     let arguments = Arguments::new()
         .structure(&parts)
@@ -116,6 +155,20 @@ fn launch(
     gpu.launch("matrix_decode", &format!("products_{width}_{per_warp}"), shape, arguments)
 }
 
+/// Rows that a warp has at once, and blocks that a multiprocessor has: what leaves the fewest warps without work in the
+/// last round. One row a warp leaves registers for three blocks; of short rows four are loaded at once.
+fn rows_per_warp(rows: usize, multiprocessors: usize, row_bytes: usize) -> (usize, usize) {
+    let many = if row_bytes <= 2048 { 4 } else { 2 };
+    [(many, 2), (1, 3)]
+        .into_iter()
+        .min_by_key(|&(per_warp, blocks)| {
+            let warps = multiprocessors * blocks * WARPS;
+            // Rows that a multiprocessor has time for until all are done.
+            rows.div_ceil(per_warp).div_ceil(warps) * per_warp * blocks
+        })
+        .unwrap_or((1, 3))
+}
+
 /// One launch for one matrix.
 pub(super) fn one(
     gpu: &Gpu,
@@ -125,5 +178,8 @@ pub(super) fn one(
     groups: usize,
     output: &ViewMut<'_, f32>,
 ) -> Result<(), CudaError> {
+    if groups == 1 && has_long_rows(matrix) {
+        return long_rows(gpu, matrix, input, tokens, output.address());
+    }
     products(gpu, input, tokens, groups, &[(matrix, output.address())])
 }

@@ -11,10 +11,10 @@ use super::{Matrix, Pass, Workspace, workspace_bytes};
 /// `e * width ..` of gate and up, and `e * outputs ..` of down.
 #[derive(Debug)]
 pub struct ExpertMatrices {
-    n_experts: usize,
-    gate: Matrix,
-    up: Matrix,
-    down: Matrix,
+    pub(super) n_experts: usize,
+    pub(super) gate: Matrix,
+    pub(super) up: Matrix,
+    pub(super) down: Matrix,
 }
 
 /// What the routed experts are applied to.
@@ -53,7 +53,8 @@ impl Format {
     fn of(matrix: &Matrix) -> Option<Self> {
         matrix.planes?;
         let (values, sums, table_bytes) = match matrix.block_type() {
-            BlockType::Iq2Xxs => (64, false, 256 * 8 + 128 * 4),
+            // Eight and sixteen copies of two tables.
+            BlockType::Iq2Xxs => (64, false, 256 * 8 * 8 + 128 * 4 * 16),
             BlockType::Q2K => (64, true, 0),
             BlockType::Q4K => (32, true, 0),
             BlockType::Mxfp4 => (32, false, 0),
@@ -117,10 +118,10 @@ impl ExpertMatrices {
 
     /// Bytes of workspace that [`ExpertMatrices::routed`] needs.
     pub fn workspace_bytes(&self, tokens: usize, n_used: usize, pass: Pass) -> usize {
-        let generic = workspace_bytes(&self.generic_parts(tokens * n_used));
         match pass {
             Pass::Decode if self.fits_decode() => workspace_bytes(&self.decode_parts(tokens * n_used)),
-            _ => generic,
+            Pass::Prefill if self.fits_prefill() => workspace_bytes(&self.prefill_lengths(tokens, n_used)),
+            _ => workspace_bytes(&self.generic_parts(tokens * n_used)),
         }
     }
 
@@ -157,6 +158,7 @@ impl ExpertMatrices {
         }
         match work.pass {
             Pass::Decode if self.fits_decode() => self.decode_routed(gpu, workspace, work, output, mids),
+            Pass::Prefill if self.fits_prefill() => self.prefill_routed(gpu, workspace, work, output, mids),
             _ => self.generic_routed(gpu, workspace, work, output, mids),
         }
     }
@@ -214,8 +216,7 @@ impl ExpertMatrices {
             Some(mids) => arguments.write(mids),
             None => arguments.null(),
         };
-        let shared =
-            gate.input_bytes(self.outputs()) + self.outputs() / 32 * size_of::<f32>() + gate.table_bytes;
+        let shared = gate.input_bytes(self.outputs()) + gate.table_bytes;
         let shape = Launch::new(self.width() / 32, 256).by(work.tokens * work.n_used).shared(shared as u32);
         gpu.launch("matrix_experts", &format!("gate_up_{}", gate.name), shape, arguments)
     }
@@ -279,6 +280,17 @@ impl ExpertMatrices {
         };
         gpu.launch("matrix_generic", "activate", Launch::over(n), arguments.write(&gates))?;
         self.generic_product(&self.down, gpu, work, gates.address(), 1, &parts)?;
+        self.sum_slots(gpu, work, &parts, output)
+    }
+
+    /// Sums `parts[token, slot, .]` in the order of the slots.
+    pub(super) fn sum_slots(
+        &self,
+        gpu: &Gpu,
+        work: &Routed<'_>,
+        parts: &ViewMut<'_, u8>,
+        output: &mut ViewMut<'_, f32>,
+    ) -> Result<(), CudaError> {
         let n = work.tokens * self.outputs();
         let arguments = Arguments::new()
             .read(parts.as_view())

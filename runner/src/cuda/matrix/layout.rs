@@ -16,7 +16,7 @@ const MOST_BLOCK_BYTES: usize = 144;
 #[repr(C)]
 pub struct Planes {
     block_bytes: u32,
-    n_planes: u32,
+    used: u32,
     plane_bytes: [u32; 3],
     unused: u32,
     plane: [u8; MOST_BLOCK_BYTES],
@@ -43,13 +43,13 @@ impl Planes {
             return None;
         }
         let block_bytes = block_type.bytes_per_block();
-        let mut planes = Self { block_bytes: block_bytes as u32, n_planes: 0, ..Zeroable::zeroed() };
+        let mut planes = Self { block_bytes: block_bytes as u32, used: 0, ..Zeroable::zeroed() };
         for byte in 0..block_bytes {
             let (plane, offset) = place(byte);
             planes.plane[byte] = plane as u8;
             planes.offset[byte] = offset as u8;
             planes.plane_bytes[plane] += 1;
-            planes.n_planes = planes.n_planes.max(plane as u32 + 1);
+            planes.used = planes.used.max(plane as u32 + 1);
         }
         Some(planes)
     }

@@ -10,6 +10,7 @@ mod decode;
 mod experts;
 pub mod generate;
 pub mod layout;
+mod prefill;
 
 pub use experts::{ExpertMatrices, Routed};
 
@@ -117,11 +118,13 @@ impl Matrix {
         let row_bytes = row_bytes.ok_or_else(|| {
             wrong(format!("{columns} columns"), format!("a multiple of {}", block_type.values_per_block()))
         })?;
-        let n_bytes = row_bytes.checked_mul(rows).filter(|_| rows <= u32::MAX as usize && columns <= 1 << 24);
+        let n_bytes =
+            row_bytes.checked_mul(rows).filter(|_| u32::try_from(rows).is_ok() && columns <= 1 << 24);
         let n_bytes = n_bytes.ok_or_else(|| {
             wrong("more than can be addressed".to_owned(), "at most 2^32 rows of 2^24 values".to_owned())
         })?;
-        let bytes = gpu.device.alloc(n_bytes, "weights")?;
+        // Kernels read whole words.
+        let bytes = gpu.device.alloc(n_bytes.next_multiple_of(16), "weights")?;
         let planes = Planes::of(block_type, columns);
         Ok(Self { block_type, rows, columns, row_bytes, planes, bytes })
     }
@@ -161,7 +164,7 @@ impl Matrix {
     /// If they are no whole rows of this matrix.
     pub fn put_rows(&mut self, gpu: &Gpu, first: usize, bytes: View<'_, u8>) -> Result<(), CudaError> {
         let n = self.whole_rows(first, bytes.len())?;
-        if let Some(planes) = self.planes {
+        if let Some(planes) = &self.planes {
             return self.repack(gpu, planes, first, n, bytes.address(), false);
         }
         let range = first * self.row_bytes..(first + n) * self.row_bytes;
@@ -174,7 +177,7 @@ impl Matrix {
     /// If they are no whole rows of this matrix.
     pub fn read_rows(&self, gpu: &Gpu, first: usize, bytes: &mut ViewMut<'_, u8>) -> Result<(), CudaError> {
         let n = self.whole_rows(first, bytes.len())?;
-        if let Some(planes) = self.planes {
+        if let Some(planes) = &self.planes {
             return self.repack(gpu, planes, first, n, bytes.address(), true);
         }
         let range = first * self.row_bytes..(first + n) * self.row_bytes;
@@ -196,14 +199,14 @@ impl Matrix {
     fn repack(
         &self,
         gpu: &Gpu,
-        planes: Planes,
+        planes: &Planes,
         first: usize,
         n: usize,
         blocks: u64,
         back: bool,
     ) -> Result<(), CudaError> {
         let arguments = Arguments::new()
-            .structure(&planes)
+            .structure(planes)
             .long(blocks)
             .read(&self.bytes)
             .long(self.rows as u64)
@@ -234,6 +237,11 @@ impl Matrix {
         self.columns
     }
 
+    /// The bytes, which are in the file's order where the type has no planes.
+    pub(super) fn values_as_stored(&self) -> View<'_, u8> {
+        self.bytes.view()
+    }
+
     /// Bytes on the device.
     pub fn n_bytes(&self) -> usize {
         self.bytes.n_bytes()
@@ -255,10 +263,13 @@ impl Matrix {
         Err(self.wrong(operand, format!("{found} values"), format!("{expected}")))
     }
 
-    /// Bytes of workspace that [`Matrix::products`] and [`Matrix::grouped_products`] need for so many tokens.
-    pub fn workspace_bytes(&self, tokens: usize, pass: Pass) -> usize {
-        let _ = (tokens, pass);
-        0
+    /// Bytes of workspace that [`Matrix::products`] (one group), [`Matrix::products_many`] (the most of its matrices) and
+    /// [`Matrix::grouped_products`] need for so many tokens.
+    pub fn workspace_bytes(&self, tokens: usize, groups: usize, pass: Pass) -> usize {
+        match pass {
+            Pass::Prefill if prefill::fits(self) => prefill::input_bytes(tokens * groups * self.columns),
+            _ => 0,
+        }
     }
 
     /// `output[token, row] = self[row, .] . input[token, .]`; input `[tokens, columns]`, output `[tokens, rows]`.
@@ -296,12 +307,18 @@ impl Matrix {
         let together = pass == Pass::Decode
             && tokens > 0
             && (2..=decode::MOST_PARTS).contains(&matrices.len())
-            && matrices.iter().all(|(matrix, _)| decode::fits(matrix));
+            && matrices.iter().all(|(matrix, _)| decode::fits(matrix) && !decode::has_long_rows(matrix));
         if together {
             let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
             return decode::products(gpu, input, tokens, 1, &parts);
         }
-        for (matrix, output) in matrices {
+        let rounded = |matrix: &Self| pass == Pass::Prefill && tokens > 0 && prefill::fits(matrix);
+        let parts = matrices.iter().filter(|(matrix, _)| rounded(matrix));
+        let parts: Vec<_> = parts.map(|(matrix, output)| (*matrix, output.address())).collect();
+        if !parts.is_empty() {
+            prefill::products(gpu, workspace, input, tokens, 1, &parts)?;
+        }
+        for (matrix, output) in matrices.iter_mut().filter(|(matrix, _)| !rounded(matrix)) {
             matrix.products(gpu, workspace, input, tokens, pass, output)?;
         }
         Ok(())
@@ -331,9 +348,11 @@ impl Matrix {
         if tokens == 0 {
             return Ok(());
         }
-        let _ = workspace;
         match pass {
             Pass::Decode if decode::fits(self) => decode::one(gpu, self, input, tokens, groups, output),
+            Pass::Prefill if prefill::fits(self) => {
+                prefill::products(gpu, workspace, input, tokens, groups, &[(self, output.address())])
+            }
             _ => self.generic_products(gpu, input, tokens, groups, output),
         }
     }

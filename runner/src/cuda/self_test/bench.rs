@@ -13,6 +13,9 @@ use super::{expert_matrices, restricted};
 /// Bytes that one round over all copies of a matrix reads: several times any second-level cache.
 const ROUND_BYTES: usize = 1 << 30;
 
+/// Tokens of a prompt.
+const MANY_TOKENS: usize = 2048;
+
 /// Rounds, of which the best counts.
 const ROUNDS: usize = 5;
 
@@ -50,6 +53,21 @@ pub fn kernel_times(gpu: &Gpu, report: &mut dyn FnMut(&KernelTime)) -> Result<()
     bench.all()
 }
 
+/// Bytes a second that a kernel gets which only reads.
+///
+/// # Errors
+/// If the device fails or has no gigabyte free.
+pub fn read_bandwidth(gpu: &Gpu) -> Result<f64, CudaError> {
+    let memory = gpu.device.alloc::<u8>(ROUND_BYTES, "memory to read")?;
+    let out = gpu.device.zeros::<u32>(1, "result")?;
+    let blocks = 4 * gpu.device.facts().n_multiprocessors as usize;
+    let milliseconds = best(gpu, || {
+        let arguments = Arguments::new().read(&memory).long((ROUND_BYTES / 16) as u64).read(&out);
+        gpu.launch("matrix_generate", "read_all", Launch::new(blocks, 512), arguments)
+    })?;
+    Ok(ROUND_BYTES as f64 / milliseconds * 1e3)
+}
+
 struct Bench<'a> {
     gpu: Gpu,
     /// Bytes a second.
@@ -60,6 +78,20 @@ struct Bench<'a> {
 impl Bench<'_> {
     fn all(&mut self) -> Result<(), CudaError> {
         self.read_all()?;
+        self.few_tokens()?;
+        self.many_tokens()?;
+        for (gate, down) in [
+            (BlockType::Iq2Xxs, BlockType::Q2K),
+            (BlockType::Q2K, BlockType::Q2K),
+            (BlockType::Q4K, BlockType::Q4K),
+            (BlockType::Mxfp4, BlockType::Mxfp4),
+        ] {
+            self.experts(gate, down)?;
+        }
+        Ok(())
+    }
+
+    fn few_tokens(&mut self) -> Result<(), CudaError> {
         for (name, block_type, rows, columns, groups) in [
             ("attn q_a", BlockType::Q8_0, 1024, 4096, 1),
             ("attn kv", BlockType::Q8_0, 512, 4096, 1),
@@ -73,23 +105,31 @@ impl Bench<'_> {
             ("indexer q", BlockType::F16, 8192, 1024, 1),
             ("hyper-connection", BlockType::F16, 24, 16_384, 1),
         ] {
-            self.dense(name, &[(block_type, rows)], columns, groups, 1)?;
+            self.dense(name, &[(block_type, rows)], columns, groups, 1, Pass::Decode)?;
         }
-        let q8 = BlockType::Q8_0;
-        let f16 = BlockType::F16;
-        self.dense("shared gate + up", &[(q8, 2048), (q8, 2048)], 4096, 1, 1)?;
+        let (q8, f16, pass) = (BlockType::Q8_0, BlockType::F16, Pass::Decode);
+        self.dense("shared gate + up", &[(q8, 2048), (q8, 2048)], 4096, 1, 1, pass)?;
         let layer = [(q8, 1024), (q8, 512), (f16, 1024), (f16, 1024), (f16, 256), (f16, 256), (f16, 64)];
-        self.dense("all of x, ratio 4", &layer, 4096, 1, 1)?;
-        self.dense("all of x, ratio 128", &layer[..4], 4096, 1, 1)?;
-        self.dense("attn q_b, 8 tokens", &[(q8, 32_768)], 1024, 1, 8)?;
-        self.dense("attn out_b, 2 tokens", &[(q8, 4096)], 8192, 1, 2)?;
-        for (gate, down) in [
-            (BlockType::Iq2Xxs, BlockType::Q2K),
-            (BlockType::Q2K, BlockType::Q2K),
-            (BlockType::Q4K, BlockType::Q4K),
-            (BlockType::Mxfp4, BlockType::Mxfp4),
+        self.dense("all of x, ratio 4", &layer, 4096, 1, 1, pass)?;
+        self.dense("all of x, ratio 128", &layer[..4], 4096, 1, 1, pass)?;
+        self.dense("attn q_b, 8 tokens", &[(q8, 32_768)], 1024, 1, 8, pass)?;
+        self.dense("attn out_b, 2 tokens", &[(q8, 4096)], 8192, 1, 2, pass)
+    }
+
+    fn many_tokens(&mut self) -> Result<(), CudaError> {
+        let (q8, f16) = (BlockType::Q8_0, BlockType::F16);
+        for (name, shapes, columns, groups) in [
+            ("attn q_a + kv", &[(q8, 1024), (q8, 512)][..], 4096, 1),
+            ("attn q_b", &[(q8, 32_768)], 1024, 1),
+            ("attn out_a", &[(q8, 8192)], 4096, 8),
+            ("attn out_b", &[(q8, 4096)], 8192, 1),
+            ("shared gate + up", &[(q8, 2048), (q8, 2048)], 4096, 1),
+            ("shared down", &[(q8, 4096)], 2048, 1),
+            ("compressors", &[(f16, 1024), (f16, 1024)], 4096, 1),
+            ("indexer q", &[(f16, 8192)], 1024, 1),
         ] {
-            self.experts(gate, down)?;
+            let name = format!("{name}, {MANY_TOKENS} tokens");
+            self.dense(&name, shapes, columns, groups, MANY_TOKENS, Pass::Prefill)?;
         }
         Ok(())
     }
@@ -129,6 +169,7 @@ impl Bench<'_> {
         columns: usize,
         groups: usize,
         tokens: usize,
+        pass: Pass,
     ) -> Result<(), CudaError> {
         let gpu = self.gpu.clone();
         let mut sets: Vec<Vec<Matrix>> = Vec::new();
@@ -150,25 +191,17 @@ impl Bench<'_> {
         for &(_, rows) in shapes {
             outs.push(gpu.device.zeros::<f32>(tokens * rows, "output")?);
         }
-        let mut workspace = Workspace::new(&gpu, sets[0][0].workspace_bytes(tokens, Pass::Decode))?;
+        let mut workspace = Workspace::new(&gpu, sets[0][0].workspace_bytes(tokens, groups, pass))?;
         let milliseconds = best(&gpu, || {
             for set in &sets {
                 let input = input.view();
                 if let [matrix] = &set[..] {
                     let mut output = outs[0].view_mut();
-                    let pass = Pass::Decode;
-                    matrix.grouped_products(
-                        &gpu,
-                        &mut workspace,
-                        input,
-                        tokens,
-                        groups,
-                        pass,
-                        &mut output,
-                    )?;
+                    let (workspace, output) = (&mut workspace, &mut output);
+                    matrix.grouped_products(&gpu, workspace, input, tokens, groups, pass, output)?;
                 } else {
                     let mut parts: Vec<_> = set.iter().zip(outs.iter_mut().map(|o| o.view_mut())).collect();
-                    Matrix::products_many(&gpu, &mut workspace, input, tokens, Pass::Decode, &mut parts)?;
+                    Matrix::products_many(&gpu, &mut workspace, input, tokens, pass, &mut parts)?;
                 }
             }
             Ok(())
@@ -204,7 +237,7 @@ impl Bench<'_> {
         };
         let per_expert = experts.n_bytes() / n_experts;
         let gate_bytes = 2 * super::row_bytes(gate, outputs) * width;
-        let mut part = |name: &str, bytes: usize, run: &mut Run<'_>| -> Result<(), CudaError> {
+        let mut part = |name: &str, bytes: usize, run: &mut Few<'_>| -> Result<(), CudaError> {
             let milliseconds = best(&gpu, || {
                 (0..rounds)
                     .try_for_each(|round| run(&experts, &mut workspace, &work(round), &mut out.view_mut()))
@@ -228,11 +261,57 @@ impl Bench<'_> {
         })?;
         part("all", per_expert, &mut |experts, workspace, work, out| {
             experts.routed(&gpu, workspace, work, out, None)
-        })
+        })?;
+        self.many_tokens_to_experts(&experts)
+    }
+
+    fn many_tokens_to_experts(&mut self, experts: &ExpertMatrices) -> Result<(), CudaError> {
+        const N_USED: usize = 6;
+        let gpu = self.gpu.clone();
+        let (n_experts, outputs, tokens) = (experts.n_experts(), experts.outputs(), MANY_TOKENS);
+        let items = tokens * N_USED;
+        let input = gpu.device.upload(&inputs(tokens, outputs, 1), "input")?;
+        // Different experts for each token, all as often.
+        let ids: Vec<u32> =
+            (0..items).map(|i| ((i / N_USED * 97 + i % N_USED * 43) % n_experts) as u32).collect();
+        let ids = gpu.device.upload(&ids, "experts")?;
+        let weights = gpu.device.upload(&vec![0.2f32; items], "weights")?;
+        let mut workspace = Workspace::new(&gpu, experts.workspace_bytes(tokens, N_USED, Pass::Prefill))?;
+        let mut out = gpu.device.zeros::<f32>(tokens * outputs, "output")?;
+        let (limit, pass, n_used) = (10.0, Pass::Prefill, N_USED);
+        let work = Routed {
+            input: input.view(),
+            experts: ids.view(),
+            weights: weights.view(),
+            tokens,
+            n_used,
+            limit,
+            pass,
+        };
+        let [gate, _, down] = experts.block_types();
+        let matrix_flops = 2.0 * (items * outputs * experts.width()) as f64;
+        let mut part = |name: &str, matrices: f64, run: &mut Many<'_>| -> Result<(), CudaError> {
+            let milliseconds = best(&gpu, || run(&mut workspace, &mut out.view_mut()))?;
+            let name = format!("{name} of {N_USED} of {n_experts} experts, {gate} + {down}, {tokens} tokens");
+            self.add(name, experts.n_bytes(), matrices * matrix_flops, milliseconds);
+            Ok(())
+        };
+        part("sorting", 0.0, &mut |workspace, _| {
+            experts.prefill_prepare(&gpu, &work, &experts.prefill_parts(workspace, &work)?)
+        })?;
+        part("gate + up", 2.0, &mut |workspace, _| {
+            experts.prefill_gate_up(&gpu, &work, &experts.prefill_parts(workspace, &work)?, None)
+        })?;
+        part("down", 1.0, &mut |workspace, _| {
+            experts.prefill_down(&gpu, &work, &experts.prefill_parts(workspace, &work)?)
+        })?;
+        part("all", 3.0, &mut |workspace, out| experts.routed(&gpu, workspace, &work, out, None))
     }
 }
 
-type Run<'a> = dyn FnMut(&ExpertMatrices, &mut Workspace, &Routed<'_>, &mut ViewMut<'_, f32>) -> Result<(), CudaError>
+type Many<'a> = dyn FnMut(&mut Workspace, &mut ViewMut<'_, f32>) -> Result<(), CudaError> + 'a;
+
+type Few<'a> = dyn FnMut(&ExpertMatrices, &mut Workspace, &Routed<'_>, &mut ViewMut<'_, f32>) -> Result<(), CudaError>
     + 'a;
 
 /// Milliseconds of the work, recorded once and run several times.

@@ -3,7 +3,7 @@
 mod bench;
 mod reference;
 
-pub use bench::{KernelTime, kernel_times};
+pub use bench::{KernelTime, kernel_times, read_bandwidth};
 
 use gguf_tools::block::BlockType;
 
@@ -29,6 +29,8 @@ pub struct Check {
 const FLOAT: f64 = 1e-6;
 /// Of what comes after a rounding to 8 bits in between, where a sum near a tie may round the other way.
 const ROUNDED: f64 = 1e-4;
+/// Of a product of inputs and weights that are rounded to `f16`, some of them after a rounded scale and minimum.
+const HALVES: f64 = 1e-3;
 
 type Report<'a> = &'a mut dyn FnMut(&Check);
 
@@ -48,8 +50,11 @@ pub fn matrices(gpu: &Gpu, report: Report<'_>) -> Result<usize, CudaError> {
     checks.generic()?;
     checks.few_tokens()?;
     checks.many_matrices()?;
+    checks.many_tokens()?;
     checks.experts()?;
-    checks.other_devices()?;
+    checks.many_tokens_to_experts()?;
+    checks.other_devices(Pass::Decode, 1)?;
+    checks.other_devices(Pass::Prefill, 70)?;
     Ok(checks.failed)
 }
 
@@ -120,7 +125,7 @@ impl Checks<'_> {
             for columns in [block, 3 * block, if block == 1 { 100 } else { 4 * block.max(64) }] {
                 let (rows, tokens) = (45, 3);
                 let name = format!("generic {block_type} {columns} -> {rows}, {tokens} tokens");
-                self.product(name, block_type, rows, columns, tokens, 1, Pass::Prefill, FLOAT)?;
+                self.product(name, block_type, rows, columns, tokens, 1, Pass::Exact, FLOAT)?;
             }
             let (rows, columns) = (64, 4 * block.max(64));
             let source = Rows::new(block_type, columns, 9);
@@ -185,6 +190,34 @@ impl Checks<'_> {
         self.product(name, BlockType::F16, 33, 96, 2, 1, Pass::Decode, FLOAT)
     }
 
+    /// Matrices at the model's shapes and odd ones, by the kernels for many tokens.
+    fn many_tokens(&mut self) -> Result<(), CudaError> {
+        use BlockType::{F16, Iq2Xxs, Mxfp4, Q2K, Q4K, Q8_0};
+        let mut cases = Vec::new();
+        for block_type in [Q8_0, F16, Iq2Xxs, Q2K, Q4K, Mxfp4] {
+            for tokens in [1, 7, 64, 130] {
+                cases.push((block_type, 515, 768, 1, tokens));
+            }
+            cases.push((block_type, 7, 256, 1, 3));
+            cases.push((block_type, 2048, 4096, 1, 70));
+            cases.push((block_type, 600, 512, 2, 65));
+        }
+        cases.extend([
+            (Q8_0, 32_768, 1024, 1, 65),
+            (Q8_0, 8192, 4096, 8, 80),
+            (Q8_0, 4096, 8192, 1, 65),
+            (F16, 24, 16_384, 1, 65),
+            (F16, 256, 4096, 1, 300),
+            (F16, 33, 96, 1, 9),
+        ]);
+        for (block_type, rows, columns, groups, tokens) in cases {
+            let name =
+                format!("many tokens {block_type} {columns} -> {rows}, {groups} groups, {tokens} tokens");
+            self.product(name, block_type, rows, columns, tokens, groups, Pass::Prefill, HALVES)?;
+        }
+        Ok(())
+    }
+
     /// One product against the reference; with several tokens also each alone, which must give equal bits.
     #[expect(clippy::too_many_arguments, reason = "one case of the tables above")]
     fn product(
@@ -204,7 +237,7 @@ impl Checks<'_> {
         let width = groups * columns;
         let x = inputs(tokens, width, 2);
         let device_x = gpu.device.upload(&x, "input")?;
-        let mut workspace = Workspace::new(gpu, matrix.workspace_bytes(tokens, pass))?;
+        let mut workspace = Workspace::new(gpu, matrix.workspace_bytes(tokens, groups, pass))?;
         // What is not written must not look right.
         let mut out = gpu.device.upload(&vec![f32::NAN; tokens * rows], "output")?;
         let input = device_x.view();
@@ -256,22 +289,23 @@ impl Checks<'_> {
             .map(|(i, &(block_type, rows))| Matrix::generate(gpu, block_type, rows, columns, i as u64))
             .collect();
         let made = made?;
-        for tokens in [1, 4] {
+        for (pass, tokens) in [(Pass::Decode, 1), (Pass::Decode, 4), (Pass::Prefill, 70)] {
             let x = gpu.device.upload(&inputs(tokens, columns, 3), "input")?;
-            let mut workspace = Workspace::new(gpu, 0)?;
+            let needed = made.iter().map(|matrix| matrix.workspace_bytes(tokens, 1, pass)).max();
+            let mut workspace = Workspace::new(gpu, needed.unwrap_or(0))?;
             let mut outs = Vec::new();
             for matrix in &made {
                 outs.push(gpu.device.upload(&vec![f32::NAN; tokens * matrix.rows()], "output")?);
             }
             let mut parts: Vec<_> = made.iter().zip(outs.iter_mut().map(|out| out.view_mut())).collect();
-            Matrix::products_many(gpu, &mut workspace, x.view(), tokens, Pass::Decode, &mut parts)?;
+            Matrix::products_many(gpu, &mut workspace, x.view(), tokens, pass, &mut parts)?;
             for (i, (matrix, out)) in made.iter().zip(&outs).enumerate() {
                 let mut alone = gpu.device.zeros::<f32>(out.len(), "output")?;
                 let mut output = alone.view_mut();
-                matrix.products(gpu, &mut workspace, x.view(), tokens, Pass::Decode, &mut output)?;
+                matrix.products(gpu, &mut workspace, x.view(), tokens, pass, &mut output)?;
                 let found = gpu.device.download(out.view())?;
                 let expected = gpu.device.download(alone.view())?;
-                let name = format!("matrix {i} of {} in one launch, {tokens} tokens", made.len());
+                let name = format!("{pass:?} matrix {i} of {} in one call, {tokens} tokens", made.len());
                 self.same(name, &found, &expected);
             }
         }
@@ -297,12 +331,34 @@ impl Checks<'_> {
         ];
         for (gate, down, outputs, width, n_experts, n_used, tokens) in cases {
             let shape = reference::ExpertShape { gate, down, outputs, width, n_experts, n_used, tokens };
-            self.routed(&shape)?;
+            self.routed(&shape, &[Pass::Decode, Pass::Exact])?;
         }
         Ok(())
     }
 
-    fn routed(&mut self, shape: &reference::ExpertShape) -> Result<(), CudaError> {
+    /// As above, with experts that have none, few and more than a tile of the tokens.
+    fn many_tokens_to_experts(&mut self) -> Result<(), CudaError> {
+        use BlockType::{Iq2Xxs, Mxfp4, Q2K, Q4K, Q6K};
+        let cases = [
+            (Iq2Xxs, Q2K, 4096, 2048, 16, 6, 40),
+            (Iq2Xxs, Q2K, 512, 768, 8, 6, 200),
+            (Iq2Xxs, Iq2Xxs, 4096, 2048, 8, 6, 3),
+            (Q2K, Q2K, 2048, 1024, 8, 6, 20),
+            (Q4K, Q4K, 4096, 2048, 8, 6, 20),
+            (Mxfp4, Mxfp4, 4096, 2048, 8, 6, 20),
+            (Mxfp4, Q4K, 256, 256, 5, 2, 170),
+            (Q4K, Q4K, 512, 768, 300, 4, 2),
+            (Q2K, Mxfp4, 7168, 3072, 4, 3, 1),
+            (Q6K, Q6K, 512, 256, 8, 2, 3),
+        ];
+        for (gate, down, outputs, width, n_experts, n_used, tokens) in cases {
+            let shape = reference::ExpertShape { gate, down, outputs, width, n_experts, n_used, tokens };
+            self.routed(&shape, &[Pass::Prefill])?;
+        }
+        Ok(())
+    }
+
+    fn routed(&mut self, shape: &reference::ExpertShape, passes: &[Pass]) -> Result<(), CudaError> {
         let gpu = self.gpu;
         let reference::ExpertShape { outputs, width, n_experts, n_used, tokens, .. } = *shape;
         let name = shape.name();
@@ -313,7 +369,7 @@ impl Checks<'_> {
         let device_x = gpu.device.upload(&x, "input")?;
         let device_ids = gpu.device.upload(&ids, "experts")?;
         let device_weights = gpu.device.upload(&weights, "weights")?;
-        for pass in [Pass::Decode, Pass::Prefill] {
+        for &pass in passes {
             let work = Routed {
                 input: device_x.view(),
                 experts: device_ids.view(),
@@ -330,20 +386,22 @@ impl Checks<'_> {
             let found = gpu.device.download(out.view())?;
             let found_mids = gpu.device.download(mids.view())?;
             let rounded = pass == Pass::Decode && experts.fits_decode();
+            let halves = pass == Pass::Prefill && experts.fits_prefill();
             let name = format!("{pass:?} {name}");
             let (mids, expected) = shape.expected_mids(&x, &ids, limit, rounded);
             let picked: Vec<f32> = mids.iter().map(|&at| found_mids[at]).collect();
-            self.close(format!("{name}: mids"), &picked, &expected, FLOAT * 4.0);
+            let tolerance = if halves { HALVES } else { FLOAT * 4.0 };
+            self.close(format!("{name}: mids"), &picked, &expected, tolerance);
             if n_experts <= 8 || outputs <= 1024 || tokens == 1 {
                 // The down product of the mids that the device found, so that errors do not add up.
                 let (rows, expected) = shape.expected_outputs(&found_mids, &ids, &weights, rounded);
                 let picked: Vec<f32> = rows.iter().map(|&at| found[at]).collect();
-                self.close(
-                    format!("{name}: outputs"),
-                    &picked,
-                    &expected,
-                    if rounded { ROUNDED } else { FLOAT },
-                );
+                let tolerance = match (rounded, halves) {
+                    (true, _) => ROUNDED,
+                    (_, true) => HALVES,
+                    _ => FLOAT,
+                };
+                self.close(format!("{name}: outputs"), &picked, &expected, tolerance);
             }
             let mut again = gpu.device.upload(&vec![f32::NAN; outputs], "output")?;
             let last = tokens - 1;
@@ -362,7 +420,8 @@ impl Checks<'_> {
     }
 
     /// Results on fewer multiprocessors, and from a graph: equal bits.
-    fn other_devices(&mut self) -> Result<(), CudaError> {
+    fn other_devices(&mut self, pass: Pass, tokens: usize) -> Result<(), CudaError> {
+        const N_USED: usize = 6;
         let gpu = self.gpu;
         let shape = reference::ExpertShape {
             gate: BlockType::Iq2Xxs,
@@ -370,27 +429,27 @@ impl Checks<'_> {
             outputs: 4096,
             width: 2048,
             n_experts: 16,
-            n_used: 6,
-            tokens: 1,
+            n_used: N_USED,
+            tokens,
         };
         let experts = expert_matrices(gpu, &shape)?;
         let matrix = Matrix::generate(gpu, BlockType::Q8_0, 2048, 4096, 1)?;
         let (ids, weights) = shape.routing();
-        let x = gpu.device.upload(&inputs(1, 4096, 4), "input")?;
+        let x = gpu.device.upload(&inputs(tokens, 4096, 4), "input")?;
         let ids = gpu.device.upload(&ids, "experts")?;
         let weights = gpu.device.upload(&weights, "weights")?;
         let run = |gpu: &Gpu, recorded: bool| -> Result<Vec<f32>, CudaError> {
-            let mut workspace = Workspace::new(gpu, experts.workspace_bytes(1, 6, Pass::Decode))?;
-            let mut out = gpu.device.zeros::<f32>(4096, "output")?;
-            let mut dense = gpu.device.zeros::<f32>(2048, "output")?;
+            let needed = experts.workspace_bytes(tokens, N_USED, pass);
+            let mut workspace = Workspace::new(gpu, needed.max(matrix.workspace_bytes(tokens, 1, pass)))?;
+            let mut out = gpu.device.zeros::<f32>(tokens * 4096, "output")?;
+            let mut dense = gpu.device.zeros::<f32>(tokens * 2048, "output")?;
             gpu.device.synchronize()?;
             let mut work = || {
                 let (input, experts_of, weights) = (x.view(), ids.view(), weights.view());
-                let pass = Pass::Decode;
-                let work =
-                    Routed { input, experts: experts_of, weights, tokens: 1, n_used: 6, limit: 2.0, pass };
+                let (n_used, limit) = (N_USED, 2.0);
+                let work = Routed { input, experts: experts_of, weights, tokens, n_used, limit, pass };
                 experts.routed(gpu, &mut workspace, &work, &mut out.view_mut(), None)?;
-                matrix.products(gpu, &mut workspace, x.view(), 1, pass, &mut dense.view_mut())
+                matrix.products(gpu, &mut workspace, x.view(), tokens, pass, &mut dense.view_mut())
             };
             if recorded {
                 let graph = gpu.device.capture(work)?;
@@ -406,15 +465,15 @@ impl Checks<'_> {
         gpu.device.synchronize()?;
         let plain = run(gpu, false)?;
         let graph = run(gpu, true)?;
-        self.same("recorded in a graph".to_owned(), &graph, &plain);
+        self.same(format!("{pass:?} recorded in a graph"), &graph, &plain);
         match restricted(gpu, 48) {
             Ok(small) => {
                 let n = small.device.facts().n_multiprocessors;
                 let found = run(&small, false)?;
-                self.same(format!("on {n} multiprocessors"), &found, &plain);
+                self.same(format!("{pass:?} on {n} multiprocessors"), &found, &plain);
             }
             Err(error) => {
-                self.done("on 48 multiprocessors".to_owned(), Some(error.to_string()), String::new());
+                self.done(format!("{pass:?} on 48 multiprocessors"), Some(error.to_string()), String::new());
             }
         }
         Ok(())
