@@ -1,12 +1,10 @@
 //! The device against the CPU, and the nano model on it against transformers. Skipped, with the reason, where there is no
 //! device.
 
-mod nano_model;
-
 use std::fs;
+use std::path::Path;
 
 use gguf_tools::checkpoint::{Checkpoint, tokenizer as source};
-use nano_model::checkpoint;
 use runner::cuda::Gpu;
 use runner::cuda::check::{Check, Group, SelfTest, self_test};
 use runner::logits::argmax;
@@ -14,7 +12,13 @@ use runner::tokenizer::Tokenizer;
 use runner::{Model, Numerics, Options, Processor};
 use serde_json::Value;
 
+/// Folder of the nano model's checkpoint.
+fn checkpoint() -> &'static Path {
+    Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../test-vectors/nano/checkpoint"))
+}
+
 /// Whether a device can be used; says why not.
+#[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 fn device_is_there(what: &str) -> bool {
     match Gpu::open(0) {
         Ok(_) => true,

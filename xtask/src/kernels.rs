@@ -134,7 +134,8 @@ fn collect(jobs: &[Job<'_>], compiled: Vec<Compiled>) -> Result<(Manifest, Prebu
         if *target == PTX_TARGET {
             let mut ptx = String::from_utf8(compiled.image)?;
             ptx.truncate(ptx.trim_end_matches('\0').len());
-            built.nvrtc = report::compiler(&ptx).context("the PTX does not name its compiler")?.to_owned();
+            let version = report::compiler(&ptx).context("the PTX does not name its compiler")?;
+            version.clone_into(&mut built.nvrtc);
             built.units.insert(unit.name.to_owned(), PrebuiltUnit { hash: unit.hash(), ptx });
             continue;
         }

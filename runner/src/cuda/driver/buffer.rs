@@ -98,7 +98,7 @@ impl Device {
     /// If the lengths differ or the driver refuses.
     ///
     /// # Safety
-    /// `values` must stay unchanged until the stream has come past this copy ([`Device::synchronize`], [`Event::wait`]).
+    /// `values` must stay unchanged until the stream has come past this copy ([`Device::synchronize`], [`Event::wait`](super::Event::wait)).
     pub unsafe fn write_pinned<T: Pod>(
         &self,
         target: &mut ViewMut<'_, T>,
