@@ -14,7 +14,7 @@ use crate::load::load;
 use crate::logits::check_logits;
 use crate::observe::{NoObserver, Observer};
 use crate::ops::{ActivationPrecision, Backend, Numerics};
-use crate::weights::{WeightSource, open_source};
+use crate::weights::{ReadAhead, WeightSource, available_bytes, open_source};
 
 /// How a model is to be run.
 #[derive(Debug, Clone)]
@@ -35,6 +35,9 @@ pub struct Options {
     pub check_finite: bool,
     /// Models whose matrices take at most this many bytes as `f32` are widened at loading. Results do not depend on it.
     pub widen_up_to_bytes: u64,
+    /// Whether a layer's weights are given back to the system once a batch has passed it; `None`: where the weights
+    /// are more than the memory that is free. Results do not depend on it.
+    pub release_weights: Option<bool>,
     /// Directions that are taken out of activations.
     pub steering: Option<Arc<Steering>>,
     /// Instruction set. Results do not depend on it.
@@ -52,6 +55,7 @@ impl Default for Options {
             attention_tokens: 512,
             check_finite: false,
             widen_up_to_bytes: 512 << 20,
+            release_weights: None,
             steering: None,
             level: Level::detect(),
         }
@@ -77,6 +81,8 @@ pub struct Provenance {
 pub struct Model {
     backend: CpuBackend,
     network: Network<CpuBackend>,
+    /// Not for models that are widened.
+    read_ahead: Option<ReadAhead>,
     path: PathBuf,
     options: Options,
     context_limit: usize,
@@ -124,7 +130,19 @@ impl Model {
             widen: widened_bytes(h) <= options.widen_up_to_bytes,
         };
         let network = threads.install(|| load(&backend, source))?;
-        Ok(Self { backend, network, path: source.path().to_owned(), options, context_limit, threads })
+        let release = options
+            .release_weights
+            .unwrap_or_else(|| available_bytes().is_some_and(|available| source.mapped_bytes() > available));
+        let read_ahead = (!backend.widen).then(|| ReadAhead::new(source, release));
+        Ok(Self {
+            backend,
+            network,
+            read_ahead,
+            path: source.path().to_owned(),
+            options,
+            context_limit,
+            threads,
+        })
     }
 
     /// The model's hyper-parameters.
@@ -245,12 +263,16 @@ impl Model {
         }
         let mut pass = self.pass(observer);
         let mut streams = parts.iter().map(|batch| network.embed(b, batch)).collect::<Result<Vec<_>, _>>()?;
+        let n_tokens = parts.iter().map(|batch| batch.tokens.len()).sum();
+        let reading = self.read_ahead.as_ref().and_then(|ahead| ahead.begin(n_tokens));
         for layer in 0..network.n_layers() {
+            reading.iter().for_each(|reading| reading.enter(layer));
             let mut caches = vec![b.cache(network.cache_shape(layer)); texts.len()];
             for (batch, streams) in parts.iter().zip(&mut streams) {
                 network.layer(b, layer, streams, batch, &mut caches, &mut pass)?;
             }
         }
+        reading.iter().for_each(|reading| reading.enter(network.n_layers()));
         for (batch, streams) in parts.iter().zip(&streams) {
             for first in (0..batch.tokens.len()).step_by(HEAD_TOKENS) {
                 let rows = first..batch.tokens.len().min(first + HEAD_TOKENS);
@@ -353,7 +375,9 @@ impl Session<'_> {
                 let mut batch = Batch::default();
                 batch.push(0, self.n_tokens, tokens);
                 let mut streams = network.embed(b, &batch)?;
+                let reading = model.read_ahead.as_ref().and_then(|ahead| ahead.begin(tokens.len()));
                 for (layer, caches) in self.caches.iter_mut().enumerate() {
+                    reading.iter().for_each(|reading| reading.enter(layer));
                     network.layer(b, layer, &mut streams, &batch, caches, &mut pass)?;
                 }
                 self.n_tokens += tokens.len();
