@@ -14,6 +14,7 @@ pub mod importance;
 pub mod inspect;
 pub mod model;
 pub mod plan;
+pub mod plot;
 pub mod progress;
 pub mod quantize;
 pub mod simd;

@@ -7,6 +7,7 @@ use gguf_tools::checkpoint::CheckpointError;
 use gguf_tools::gguf::GgufError;
 use gguf_tools::model::ModelError;
 
+use crate::cuda::CudaError;
 use crate::observe::Site;
 
 /// Why the runner refused to load or to compute.
@@ -16,6 +17,9 @@ pub enum RunnerError {
     /// The GGUF file cannot be read.
     #[error("cannot read the model")]
     Gguf(#[from] GgufError),
+    /// The CUDA device cannot be used.
+    #[error("cannot compute on the CUDA device")]
+    Cuda(#[from] CudaError),
     /// The checkpoint folder cannot be read.
     #[error("cannot read the checkpoint")]
     Checkpoint(#[from] CheckpointError),

@@ -68,12 +68,12 @@ fn decoding_equals_reading_at_once_and_snapshots_return_to_the_same_state() {
     for (position, &token) in text.iter().enumerate() {
         // Around the edges of the window and of both kinds of compressed rows.
         if [0, 3, 4, 5, 126, 127, 128, 129].contains(&position) {
-            snapshots.push(session.snapshot());
+            snapshots.push(session.snapshot().unwrap());
         }
         assert_eq!(session.decode(token).unwrap(), expected[position], "position {position}");
     }
     for snapshot in snapshots {
-        session.restore(&snapshot);
+        session.restore(&snapshot).unwrap();
         let first = session.n_tokens();
         assert_eq!(session.prefill(&text[first..first + 9]).unwrap(), expected[first + 8], "from {first}");
     }

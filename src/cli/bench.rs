@@ -224,13 +224,13 @@ fn row(
     let reading = Instant::now();
     let mut logits = session.prefill(tokens)?;
     let read = reading.elapsed().as_secs_f64();
-    let (ctx_tokens, kvcache_bytes, here) = (session.n_tokens(), session.cache_bytes(), session.snapshot());
+    let (ctx_tokens, kvcache_bytes, here) = (session.n_tokens(), session.cache_bytes(), session.snapshot()?);
     let writing = Instant::now();
     for _ in 0..n_generated {
         logits = session.decode(argmax(&logits))?;
     }
     let gen_tps = n_generated as f64 / writing.elapsed().as_secs_f64();
-    session.restore(&here);
+    session.restore(&here)?;
     let bytes_per_token = machine.token_bytes.total();
     Ok(Row {
         ctx_tokens,

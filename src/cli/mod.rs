@@ -3,6 +3,8 @@
 mod arguments;
 mod bench;
 mod compare;
+mod doctor;
+mod imatrix;
 mod inspect;
 mod model;
 mod plan;
@@ -12,6 +14,7 @@ mod run;
 mod score;
 mod shell;
 mod synth;
+mod trace;
 mod verify;
 
 use std::io::Write;
@@ -48,10 +51,16 @@ enum Command {
     Run(run::Arguments),
     /// Measure how fast a model reads and writes as the context grows.
     Bench(bench::Arguments),
+    /// Show what this machine can compute with, and check that it computes right.
+    Doctor(doctor::Arguments),
     /// Show the tokens of a text.
     Tokenize(run::TokenizeArguments),
     /// Measure how close a file's predictions are to another's.
     Score(score::Arguments),
+    /// Collect, show, merge, convert and compare importance matrices; build calibration texts.
+    Imatrix(imatrix::Arguments),
+    /// Replay recorded expert choices against caches.
+    Trace(trace::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -72,8 +81,11 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Compare(a) => compare::run(&a),
         Command::Run(a) => run::run(&a),
         Command::Bench(a) => bench::run(&a),
+        Command::Doctor(a) => doctor::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
+        Command::Imatrix(a) => imatrix::run(&a),
+        Command::Trace(a) => trace::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),

@@ -6,8 +6,9 @@ use anyhow::Context;
 use clap::Args;
 use gguf_tools::checkpoint::Checkpoint;
 use gguf_tools::gguf::Gguf;
+use runner::cuda::driver::{Device, driver_is_present};
 use runner::tokenizer::Tokenizer;
-use runner::{ActivationPrecision, Model, Numerics, Options};
+use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
 
 /// Which model, and how it is computed.
 #[derive(Debug, Args)]
@@ -24,12 +25,16 @@ pub(super) struct ModelArguments {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub(super) struct ComputeArguments {
+    /// What computes: `cuda`, an NVIDIA GPU that holds the whole model, or `cpu`; `auto` takes a GPU if there is one.
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = ["auto", "cpu", "cuda"])]
+    backend: String,
     /// Rounding of activations: `official` as the model was trained, `exact` as a float reference.
     #[arg(long, value_name = "MODE", default_value = "official", value_parser = ["official", "exact"])]
     numerics: String,
-    /// Inputs of quantized matrices: `int8` is fast, `f32` exact.
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = ["f32", "int8"])]
-    activations: String,
+    /// Inputs of quantized matrices: `f32` is exact, `int8` fast on a CPU, `mixed` fast on a GPU. If left out: `f32` on
+    /// a CPU, `mixed` on a GPU.
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "int8", "mixed"])]
+    activations: Option<String>,
     /// Most tokens of a sequence; what the model is made for if left out.
     #[arg(short = 'c', long = "ctx", value_name = "N")]
     context: Option<usize>,
@@ -44,8 +49,16 @@ pub(super) struct ComputeArguments {
 impl ComputeArguments {
     pub(super) fn options(&self) -> anyhow::Result<Options> {
         let numerics = Numerics::NAMES.iter().find(|(name, _)| *name == self.numerics);
-        let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == self.activations);
+        let processor = match &*self.backend {
+            "cuda" => Processor::Cuda(0),
+            "auto" if driver_is_present() && Device::open(0).is_ok() => Processor::Cuda(0),
+            _ => Processor::Cpu,
+        };
+        let fast = if processor == Processor::Cpu { "f32" } else { "mixed" };
+        let activations = self.activations.as_deref().unwrap_or(fast);
+        let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == activations);
         Ok(Options {
+            processor,
             numerics: numerics.context("the parser admits known modes only")?.1,
             activations: activations.context("the parser admits known types only")?.1,
             n_threads: self.threads,

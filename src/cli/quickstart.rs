@@ -10,12 +10,14 @@ use gguf_tools::build::{BuildOptions, build};
 use gguf_tools::checkpoint::Checkpoint;
 use gguf_tools::compare::{Comparison, compare};
 use gguf_tools::gguf::Gguf;
-use gguf_tools::importance::NoImportance;
+use gguf_tools::importance::{ImportanceSource, NoImportance};
 use gguf_tools::model::Family;
 use gguf_tools::plan::{Plan, Provenance, Recipe, sha256_of_file};
 use gguf_tools::progress::Silent;
 use gguf_tools::source::{CheckpointSource, WeightSource};
 use gguf_tools::verify::{VerifyReport, verify};
+use imatrix::collect::{CollectOptions, DownInput, collect};
+use imatrix::{Imatrix, Target};
 use quality_testing::Base;
 use runner::{Model, Numerics, Options};
 use serde_json::json;
@@ -24,11 +26,15 @@ use super::model::{sequences, tokenizer};
 use super::plan::View;
 use super::{print, print_json};
 use crate::nano;
+use crate::render::progress::interrupted;
 use crate::render::table::table;
 use crate::render::units;
 
-/// The recipes that are shown.
-const RECIPES: [&str; 3] = ["q2", "q4", "mxfp4"];
+/// What is built: its name, the recipe, and whether the collected importance is used. The first two are compared.
+const BUILDS: [(&str, &str, bool); 4] =
+    [("q2", "q2", false), ("q2-imatrix", "q2", true), ("q4", "q4", false), ("mxfp4", "mxfp4", false)];
+/// Tokens of each kind of calibration text.
+const CALIBRATION_TOKENS: usize = 4000;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
@@ -45,12 +51,14 @@ pub(crate) struct Arguments {
 
 /// What came of one recipe.
 struct Outcome {
-    recipe: &'static str,
+    name: &'static str,
     plan: Plan,
     sha256: String,
     seconds: f64,
     verified: VerifyReport,
     compared: Comparison,
+    /// Errors of the routed experts, weighted by what the held-out text multiplies them with.
+    weighed: Comparison,
     scored: quality_testing::Comparison,
 }
 
@@ -68,15 +76,24 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         .with_context(|| format!("cannot write `{}`", checkpoint.display()))?;
     // Files are compared by float arithmetic alone: the official rounding would add its own noise.
     let options = Options { numerics: Numerics::Exact, ..Options::default() };
-    let texts = held_out(&checkpoint, arguments.tokens.max(2))?;
-    let base = Base::new(&Model::open(&checkpoint, options.clone())?, texts)?;
+    let texts = first_tokens(&nano::HELD_OUT, &checkpoint, arguments.tokens.max(2))?;
+    let calibration = first_tokens(&nano::CALIBRATION, &checkpoint, CALIBRATION_TOKENS)?;
+    let model = Model::open(&checkpoint, options.clone())?;
+    let importance = Importance {
+        collected: collected(&model, &calibration, &folder.join("nano.imatrix.gguf"))?,
+        held_out: collected(&model, &texts, &folder.join("nano.held-out.imatrix.gguf"))?,
+    };
+    let base = Base::new(&model, texts)?;
     let source = CheckpointSource::new(Checkpoint::open(&checkpoint)?)?;
-    let outcomes = RECIPES
+    let outcomes = BUILDS
         .into_iter()
-        .map(|recipe| outcome(recipe, &source, folder, &base, &options))
+        .map(|build| outcome(build, &source, folder, &importance, &base, &options))
         .collect::<anyhow::Result<Vec<_>>>()?;
     if arguments.json {
-        print_json(&outcomes.iter().map(json).collect::<Vec<_>>())?;
+        print_json(&json!({
+            "builds": outcomes.iter().map(json).collect::<Vec<_>>(),
+            "importance": importance_json(&outcomes),
+        }))?;
     } else {
         print(&report(&outcomes, &checkpoint, arguments.dir.is_some())?)?;
     }
@@ -84,11 +101,35 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(if sound { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }
 
-/// The first tokens of each kind of held-out text, in sequences of at most 512.
-fn held_out(checkpoint: &Path, n_tokens: usize) -> anyhow::Result<Vec<Vec<u32>>> {
+/// Importance by calibration, and by the text that files are scored on, which only judges.
+struct Importance {
+    collected: Imatrix,
+    held_out: Imatrix,
+}
+
+/// The importance of the routed experts over some sequences, written and read back.
+fn collected(model: &Model, sequences: &[Vec<u32>], path: &Path) -> anyhow::Result<Imatrix> {
+    let options = CollectOptions {
+        dense: false,
+        down_input: DownInput::Weighted,
+        batch_tokens: 4096,
+        state: None,
+        save_every: usize::MAX,
+        model_fingerprint: String::new(),
+        datasets: vec!["nano".to_owned()],
+        chunk_size: 512,
+    };
+    let collected = collect(model, sequences, &options, &mut |_| !interrupted())?;
+    collected.imatrix.write(path, Target::Gguf, false)?;
+    Ok(Imatrix::open(path)?)
+}
+
+/// The first tokens of each kind of text, in sequences of at most 512.
+fn first_tokens(texts: &[(&str, &str)], checkpoint: &Path, n_tokens: usize) -> anyhow::Result<Vec<Vec<u32>>> {
     let tokenizer = tokenizer(checkpoint)?;
+    let kinds = texts;
     let mut texts = Vec::new();
-    for (_, text) in nano::HELD_OUT {
+    for (_, text) in kinds {
         let mut left = n_tokens;
         for mut sequence in sequences(&tokenizer, text, 512)? {
             sequence.truncate(left);
@@ -100,13 +141,15 @@ fn held_out(checkpoint: &Path, n_tokens: usize) -> anyhow::Result<Vec<Vec<u32>>>
 }
 
 fn outcome(
-    recipe: &'static str,
+    (name, recipe, with_importance): (&'static str, &'static str, bool),
     source: &CheckpointSource,
     folder: &Path,
+    importance: &Importance,
     base: &Base,
     options: &Options,
 ) -> anyhow::Result<Outcome> {
     let started = Instant::now();
+    let guide: &dyn ImportanceSource = if with_importance { &importance.collected } else { &NoImportance };
     let chosen = Recipe::built_in(recipe).context("a built-in recipe")?;
     let files = source.files().into_iter().map(|path| {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
@@ -118,19 +161,23 @@ fn outcome(
         label: source.label(),
         revision: source.revision(),
         files: files.collect::<anyhow::Result<_>>()?,
-        importance: None,
+        importance: guide.provenance(),
     };
     let mut metadata = source.metadata()?;
     provenance.add_to(&mut metadata, &chosen);
     let plan = Plan::new(source, &chosen, metadata)?;
-    let path = folder.join(format!("nano-{recipe}.gguf"));
+    let path = folder.join(format!("nano-{name}.gguf"));
     let fresh = BuildOptions { overwrite: false, resume: false, importance_fallback: true };
-    let built = build(&plan, source, &NoImportance, &path, fresh, &Silent)?;
+    let built = build(&plan, source, guide, &path, fresh, &Silent)?;
     let seconds = started.elapsed().as_secs_f64();
     let verified = verify(&path, &Silent)?;
-    let compared = compare(&plan, source, &NoImportance, &Gguf::open(&path)?, &[], true, &Silent)?;
+    let gguf = Gguf::open(&path)?;
+    let compared = compare(&plan, source, guide, &gguf, &[], true, &Silent)?;
+    let routed = plan.tensors.iter().filter(|t| t.spec.family.is_routed());
+    let routed: Vec<_> = routed.map(|t| t.spec.gguf_name.clone()).collect();
+    let weighed = compare(&plan, source, &importance.held_out, &gguf, &routed, false, &Silent)?;
     let scored = base.compare(&Model::open(&path, options.clone())?)?;
-    Ok(Outcome { recipe, plan, sha256: built.sha256, seconds, verified, compared, scored })
+    Ok(Outcome { name, plan, sha256: built.sha256, seconds, verified, compared, weighed, scored })
 }
 
 impl Outcome {
@@ -139,12 +186,11 @@ impl Outcome {
         self.compared.tensors.iter().all(|t| t.differing_bytes == Some(0))
     }
 
-    /// Mean relative squared error and alignment of the routed experts, weighted by their values.
+    /// Mean relative squared error, as the held-out text weighs it, and alignment of the routed experts, weighted by
+    /// their values.
     fn routed(&self) -> (f64, f64) {
-        let routed =
-            self.compared.tensors.iter().zip(&self.plan.tensors).filter(|(_, t)| t.spec.family.is_routed());
         let mut sums = (0.0, 0.0, 0.0);
-        for (compared, _) in routed {
+        for compared in &self.weighed.tensors {
             let n = compared.n_values as f64;
             sums = (sums.0 + n * compared.weighted_error, sums.1 + n * compared.alignment, sums.2 + n);
         }
@@ -159,7 +205,8 @@ impl Outcome {
 
 fn json(outcome: &Outcome) -> serde_json::Value {
     json!({
-        "recipe": outcome.recipe,
+        "build": outcome.name,
+        "routed_weighted_error": outcome.routed().0,
         "file_bytes": outcome.plan.file_bytes(),
         "sha256": outcome.sha256,
         "seconds": outcome.seconds,
@@ -167,6 +214,50 @@ fn json(outcome: &Outcome) -> serde_json::Value {
         "compare": outcome.compared,
         "score": outcome.scored,
     })
+}
+
+/// The gain of the collected importance: the build without it, the one with it, and how many tensors came closer.
+fn gain(outcomes: &[Outcome]) -> Option<(&Outcome, &Outcome, usize)> {
+    let [without, with, ..] = outcomes else { return None };
+    let pairs = without.weighed.tensors.iter().zip(&with.weighed.tensors);
+    let n_better = pairs.filter(|(without, with)| with.weighted_error < without.weighted_error).count();
+    Some((without, with, n_better))
+}
+
+fn importance_json(outcomes: &[Outcome]) -> serde_json::Value {
+    let Some((without, with, n_better)) = gain(outcomes) else { return serde_json::Value::Null };
+    json!({
+        "without": { "weighted_error": without.routed().0, "kl": without.scored.kl },
+        "with": { "weighted_error": with.routed().0, "kl": with.scored.kl },
+        "kl_with_minus_without": with.scored.kl_above(&without.scored),
+        "tensors_better": n_better,
+        "tensors": with.weighed.tensors.len(),
+    })
+}
+
+fn importance_text(outcomes: &[Outcome]) -> String {
+    let Some((without, with, n_better)) = gain(outcomes) else { return String::new() };
+    let (error_without, error_with) = (without.routed().0, with.routed().0);
+    let change = with.scored.kl_above(&without.scored);
+    let verdict = if change.high < 0.0 {
+        "better beyond the interval"
+    } else if change.low > 0.0 {
+        "WORSE beyond the interval"
+    } else {
+        "not told apart"
+    };
+    format!(
+        "\n\nImportance collected from calibration text, against the energy of the weights, at the same size: expert error \
+         {error_with:.5} instead of {error_without:.5}\n({:+.1} %, {n_better} of {} tensors better); KL {:.5} instead of {:.5}, \
+         difference {:.5} [{:.5}, {:.5}]: {verdict}.\n",
+        100.0 * (error_with / error_without - 1.0),
+        with.weighed.tensors.len(),
+        with.scored.kl.mean,
+        without.scored.kl.mean,
+        change.mean,
+        change.low,
+        change.high
+    )
 }
 
 fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result<String> {
@@ -183,7 +274,7 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
         .map(|o| {
             let (error, alignment) = o.routed();
             vec![
-                o.recipe.to_owned(),
+                o.name.to_owned(),
                 o.type_of(Family::RoutedGate),
                 o.type_of(Family::RoutedDown),
                 units::bytes(o.plan.file_bytes()),
@@ -195,27 +286,19 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
             ]
         })
         .collect();
-    let columns = [
-        "recipe",
-        "gate/up",
-        "down",
-        "file",
-        "expert error",
-        "alignment",
-        "verify",
-        "made again",
-        "built in",
-    ];
+    let columns =
+        ["build", "gate/up", "down", "file", "expert error", "alignment", "verify", "made again", "built in"];
     text += "\n\n";
     text += &table(&columns, 3, &rows);
-    text += "\n\nexpert error: squared error of the routed experts relative to their squares; alignment: 1 where weights are not shrunk\n\n";
+    text += "\n\nexpert error: squared error of the routed experts relative to their squares, weighted by what the held-out text multiplies\nthem with; alignment: 1 where weights are not shrunk\n\n";
     let above = std::iter::once(None).chain(outcomes.iter().map(|o| Some(&o.scored)));
     let rows: Vec<_> =
-        outcomes.iter().zip(above).map(|(o, above)| super::score::row(o.recipe, &o.scored, above)).collect();
+        outcomes.iter().zip(above).map(|(o, above)| super::score::row(o.name, &o.scored, above)).collect();
     text += &table(&super::score::COLUMNS, 1, &rows);
     text += "\n\nHeld-out prose, code and tables against the source (nats, 95 % intervals); every file was run by the CPU runner.";
+    text += &importance_text(outcomes);
     for outcome in outcomes {
-        text += &format!("\n{} sha256 {}", outcome.recipe, outcome.sha256);
+        text += &format!("\n{} sha256 {}", outcome.name, outcome.sha256);
     }
     if let Some(runtimes) = outcomes.first().map(|o| &o.verified.runtimes) {
         for runtime in runtimes {

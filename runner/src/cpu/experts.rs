@@ -5,7 +5,7 @@ use rayon::prelude::*;
 use super::matrix::{CpuMatrix, Inputs, Job, transposed};
 use super::{CpuBackend, CpuTensor, for_rows};
 use crate::error::RunnerError;
-use crate::ops::{ActivationPrecision, ExpertTap, GatedFfn, RouterRule, Routing};
+use crate::ops::{ActivationPrecision, ExpertTap, GatedFfn, RouterRule, Routing, SharedTap};
 
 /// Inputs that are gathered before their experts are run together: bounds memory, and lets small groups share threads.
 const GROUP_INPUTS: usize = 256;
@@ -71,7 +71,9 @@ fn groups(routing: &Routing, n_experts: usize) -> Vec<Group> {
 /// Multiplies each row by its weight.
 fn weigh(rows: &mut [f32], width: usize, weights: &[f32]) {
     for (row, weight) in rows.chunks_exact_mut(width).zip(weights) {
-        row.iter_mut().for_each(|value| *value *= weight);
+        for value in row {
+            *value *= weight;
+        }
     }
 }
 
@@ -206,6 +208,7 @@ impl CpuBackend {
         input: &CpuTensor,
         expert: &GatedFfn<CpuMatrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<CpuTensor, RunnerError> {
         let inputs = Inputs::new(&input.values, input.width);
         let mut products = self.multiply_many(&inputs, &[&expert.gate, &expert.up])?.into_iter();
@@ -217,6 +220,9 @@ impl CpuBackend {
                 *gate = swiglu(*gate, up, limit);
             }
         });
+        if let Some(tap) = tap {
+            tap(&mid);
+        }
         let mut out = self.multiply_many(&Inputs::new(&mid, inner), &[&expert.down])?;
         Ok(CpuTensor { width: input.width, values: out.swap_remove(0) })
     }
