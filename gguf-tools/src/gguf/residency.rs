@@ -68,7 +68,7 @@ impl FileAdvice {
 
 #[cfg(test)]
 mod tests {
-    use test_vectors::{GgufBytes, RawTensor};
+    use test_vectors::gguf::{GgufBytes, RawTensor};
 
     use super::*;
 
