@@ -346,7 +346,7 @@ fn a_model_does_not_diverge_from_itself() {
     std::fs::write(&path, "The capital of France is Paris. One two three four five six.").unwrap();
     let nano = nano();
     let result = json(&done(&["score", "kld", &nano, &nano, "--text", path.to_str().unwrap(), "--json"]));
-    for row in result.as_array().unwrap() {
+    for row in result["rows"].as_array().unwrap() {
         let comparison = &row["comparison"];
         assert_eq!(comparison["kl"]["mean"], 0.0, "{comparison}");
         assert_eq!(comparison["nll_difference"]["mean"], 0.0);

@@ -1,13 +1,14 @@
 //! A network on its backend, and sequences that grow in it: what sessions and scores are made of.
 
 use std::ops::Range;
+use std::sync::Arc;
 
 use crate::error::RunnerError;
-use crate::forward::{Batch, Directions, Network, Pass};
+use crate::forward::{Batch, Directions, Network, Pass, Steering};
 use crate::logits::check_logits;
 use crate::observe::{NoObserver, Observer};
 use crate::ops::{Backend, Recorded, RowPlaces, Work};
-use crate::session::Options;
+use crate::session::{EachLogits, Options};
 use crate::weights::ReadAhead;
 
 /// Positions whose logits are held at once.
@@ -17,7 +18,7 @@ const HEAD_TOKENS: usize = 64;
 pub(crate) struct Engine<B: Backend> {
     pub(crate) backend: B,
     pub(crate) network: Network<B>,
-    pub(crate) directions: Option<Directions<B>>,
+    pub(crate) directions: Vec<Directions<B>>,
     pub(crate) options: Options,
     /// For weights that are used where they are mapped.
     pub(crate) read_ahead: Option<ReadAhead>,
@@ -50,9 +51,20 @@ impl<B: Backend> Engine<B> {
             numerics: self.options.numerics,
             attention_tokens: self.options.attention_tokens,
             check_finite: self.options.check_finite,
-            steering: self.directions.as_ref(),
+            steering: &self.directions,
             observer,
         }
+    }
+
+    /// Takes these directions out of activations, and no others.
+    pub(crate) fn steer(&mut self, steering: Vec<Arc<Steering>>) -> Result<(), RunnerError> {
+        let _turn = self.backend.turn(Work::Batch)?;
+        self.directions = steering
+            .iter()
+            .map(|steering| Directions::new(&self.backend, steering))
+            .collect::<Result<_, _>>()?;
+        self.options.steering = steering;
+        Ok(())
     }
 
     pub(crate) fn sequence(&self) -> Sequence<B> {
@@ -65,13 +77,13 @@ impl<B: Backend> Engine<B> {
     }
 
     /// One batch of texts through all layers. Only one layer's caches exist at a time.
-    /// `first_text`: the number of the first of them, for observers and `each`.
+    /// `first_text`: the number of the first of them, for observers and `each`; without `each` no logits are computed.
     pub(crate) fn read_batch(
         &self,
         first_text: usize,
         texts: &[&[u32]],
         observer: &mut dyn Observer,
-        each: &mut (dyn FnMut(usize, usize, &[f32]) + Send),
+        each: Option<&mut EachLogits<'_>>,
     ) -> Result<(), RunnerError> {
         let _turn = self.backend.turn(Work::Batch)?;
         let (b, network) = (&self.backend, &self.network);
@@ -112,6 +124,7 @@ impl<B: Backend> Engine<B> {
                 network.layer(b, layer, streams, batch, places, &mut caches, &mut pass)?;
             }
         }
+        let Some(each) = each else { return Ok(()) };
         if let Some(reading) = &reading {
             reading.enter(network.n_layers());
         }

@@ -76,12 +76,22 @@ impl Batch {
 /// Directions that are taken out of activations on the way.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Steering {
+    /// What reports call it: tells it from any other direction and scale.
+    pub name: String,
     /// For each layer a direction `[D]`, or an empty one for none.
     pub directions: Vec<Vec<f32>>,
     /// How much of it is taken out of the attention output; 0 = nothing.
     pub attention_scale: f32,
     /// How much of it is taken out of the FFN output; 0 = nothing.
     pub ffn_scale: f32,
+}
+
+impl Steering {
+    /// Whether it changes anything.
+    pub fn acts(&self) -> bool {
+        (self.attention_scale != 0.0 || self.ffn_scale != 0.0)
+            && self.directions.iter().any(|d| !d.is_empty())
+    }
 }
 
 /// [`Steering`] where the backend reads it.
@@ -117,8 +127,8 @@ pub struct Pass<'a, B: Backend> {
     pub attention_tokens: usize,
     /// Whether results are looked through for NaN and infinities.
     pub check_finite: bool,
-    /// Directions to take out.
-    pub steering: Option<&'a Directions<B>>,
+    /// Directions to take out, one set after the other.
+    pub steering: &'a [Directions<B>],
     /// Who looks on.
     pub observer: &'a mut dyn Observer,
 }
@@ -154,11 +164,12 @@ impl<B: Backend> Pass<'_, B> {
         scale: fn(&Directions<B>) -> f32,
         y: &mut B::Tensor,
     ) -> Result<(), RunnerError> {
-        if let Some(steering) = self.steering
-            && let Some(Some(direction)) = steering.directions.get(layer)
-            && scale(steering) != 0.0
-        {
-            backend.project_out(y, direction, scale(steering))?;
+        for steering in self.steering {
+            if let Some(Some(direction)) = steering.directions.get(layer)
+                && scale(steering) != 0.0
+            {
+                backend.project_out(y, direction, scale(steering))?;
+            }
         }
         Ok(())
     }

@@ -11,7 +11,7 @@ use crate::cpu::CpuBackend;
 use crate::cuda::CudaBackend;
 use crate::engine::{Engine, SavedSequence, Sequence};
 use crate::error::RunnerError;
-use crate::forward::{Directions, Steering};
+use crate::forward::Steering;
 use crate::load::load;
 use crate::observe::{NoObserver, Observer};
 use crate::ops::{ActivationPrecision, Backend, Numerics, Work};
@@ -51,8 +51,8 @@ pub struct Options {
     /// Whether a layer's weights are given back to the system once a batch has passed it; `None`: where the weights
     /// are more than the memory that is free. For the CPU. Results do not depend on it.
     pub release_weights: Option<bool>,
-    /// Directions that are taken out of activations.
-    pub steering: Option<Arc<Steering>>,
+    /// Directions that are taken out of activations, one set after the other.
+    pub steering: Vec<Arc<Steering>>,
     /// Whether a GPU records the pass over a single token once and repeats it for every next one. Results do not
     /// depend on it.
     pub record_steps: bool,
@@ -73,7 +73,7 @@ impl Default for Options {
             check_finite: false,
             widen_up_to_bytes: 512 << 20,
             release_weights: None,
-            steering: None,
+            steering: Vec::new(),
             record_steps: true,
             level: Level::detect(),
         }
@@ -89,8 +89,8 @@ pub struct Provenance {
     pub numerics: &'static str,
     /// [`ActivationPrecision::name`].
     pub activations: &'static str,
-    /// Whether directions were taken out of activations.
-    pub steered: bool,
+    /// Directions that were taken out of activations, by [`Steering::name`].
+    pub steering: Vec<String>,
     /// Device.
     pub backend: &'static str,
 }
@@ -204,12 +204,20 @@ impl Model {
             model: self.path.clone(),
             numerics: options.numerics.name(),
             activations: options.activations.name(),
-            steered: options.steering.is_some(),
+            steering: options.steering.iter().filter(|s| s.acts()).map(|s| s.name.clone()).collect(),
             backend: match &self.machine {
                 Machine::Cpu(_) => CpuBackend::NAME,
                 Machine::Cuda(_) => CudaBackend::NAME,
             },
         }
+    }
+
+    /// Takes other directions out of activations from now on.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn set_steering(&mut self, steering: Vec<Arc<Steering>>) -> Result<(), RunnerError> {
+        with_engine!(&mut self.machine, engine => engine.steer(steering))
     }
 
     /// An empty sequence.
@@ -249,6 +257,24 @@ impl Model {
         observer: &mut dyn Observer,
         each: &mut (dyn FnMut(usize, usize, &[f32]) + Send),
     ) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, Some(each))
+    }
+
+    /// [`Model::read_texts`] for what the observer sees in the layers alone: no logits are computed.
+    ///
+    /// # Errors
+    /// As [`Model::read_texts`].
+    pub fn observe_texts(&self, texts: &[&[u32]], observer: &mut dyn Observer) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, None)
+    }
+
+    /// Cuts texts into batches and reads them; with logits where `each` asks for them.
+    fn read_batches(
+        &self,
+        texts: &[&[u32]],
+        observer: &mut dyn Observer,
+        mut each: Option<&mut EachLogits<'_>>,
+    ) -> Result<(), RunnerError> {
         for text in texts {
             self.check_tokens(0, text)?;
         }
@@ -263,7 +289,7 @@ impl Model {
                     end += 1;
                 }
                 let texts = &texts[first..end];
-                with_engine!(&self.machine, engine => engine.read_batch(first, texts, observer, each))?;
+                with_engine!(&self.machine, engine => engine.read_batch(first, texts, observer, each.as_deref_mut()))?;
                 first = end;
             }
             Ok(())
@@ -300,10 +326,11 @@ fn open_engine<B: Backend>(
 ) -> Result<Engine<B>, RunnerError> {
     let turn = backend.turn(Work::Batch)?;
     let network = load(&backend, source)?;
-    let directions =
-        options.steering.as_ref().map(|steering| Directions::new(&backend, steering)).transpose()?;
     drop(turn);
-    Ok(Engine { backend, network, directions, options: options.clone(), read_ahead: None })
+    let (directions, read_ahead) = (Vec::new(), None);
+    let mut engine = Engine { backend, network, directions, options: options.clone(), read_ahead };
+    engine.steer(options.steering.clone())?;
+    Ok(engine)
 }
 
 /// Whether layers that are done with are given back.
@@ -312,6 +339,9 @@ fn releases(source: &Arc<dyn WeightSource>, options: &Options) -> bool {
         .release_weights
         .unwrap_or_else(|| available_bytes().is_some_and(|available| source.mapped_bytes() > available))
 }
+
+/// Takes the logits of one position: text, position, logits.
+pub(crate) type EachLogits<'a> = dyn FnMut(usize, usize, &[f32]) + Send + 'a;
 
 /// Bytes of all weights as `f32`.
 fn widened_bytes(h: &HyperParameters) -> u64 {

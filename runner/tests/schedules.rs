@@ -375,7 +375,8 @@ fn steering_takes_its_direction_out_of_the_outputs() {
     let direction: Vec<f32> = (0..width).map(|i| if i % 2 == 0 { 1.0 } else { -1.0 } / 16.0).collect();
     let steer = |attention_scale, ffn_scale| {
         let directions = vec![Vec::new(), direction.clone()];
-        let steering = Some(Arc::new(Steering { directions, attention_scale, ffn_scale }));
+        let steering =
+            vec![Arc::new(Steering { name: "some".into(), directions, attention_scale, ffn_scale })];
         bf16(&folder, Options { steering, ..Options::default() })
     };
     let text: &[u32] = &[0, 64, 805, 651];

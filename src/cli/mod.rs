@@ -13,8 +13,11 @@ mod quickstart;
 mod run;
 mod score;
 mod shell;
+mod steer;
+mod steering;
 mod synth;
 mod trace;
+mod vectors;
 mod verify;
 
 use std::io::Write;
@@ -55,12 +58,16 @@ enum Command {
     Doctor(doctor::Arguments),
     /// Show the tokens of a text.
     Tokenize(run::TokenizeArguments),
-    /// Measure how close a file's predictions are to another's.
+    /// Measure how good a file is: by official answers, and by another file's predictions.
     Score(score::Arguments),
     /// Collect, show, merge, convert and compare importance matrices; build calibration texts.
     Imatrix(imatrix::Arguments),
     /// Replay recorded expert choices against caches.
     Trace(trace::Arguments),
+    /// Record, fetch and check predictions behind fixed prompts.
+    Vectors(vectors::Arguments),
+    /// Find, try, show and convert directions in a model's activations.
+    Steer(steer::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -86,6 +93,8 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
         Command::Score(a) => score::run(&a),
         Command::Imatrix(a) => imatrix::run(&a),
         Command::Trace(a) => trace::run(&a),
+        Command::Vectors(a) => vectors::run(&a),
+        Command::Steer(a) => steer::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),

@@ -10,6 +10,8 @@ use runner::cuda::driver::{Device, driver_is_present};
 use runner::tokenizer::Tokenizer;
 use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
 
+use super::steering::SteeringArguments;
+
 /// Which model, and how it is computed.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
@@ -19,6 +21,8 @@ pub(super) struct ModelArguments {
     model: PathBuf,
     #[command(flatten)]
     compute: ComputeArguments,
+    #[command(flatten)]
+    steering: SteeringArguments,
 }
 
 /// How a model is computed.
@@ -71,7 +75,8 @@ impl ComputeArguments {
 
 impl ModelArguments {
     pub(super) fn open(&self) -> anyhow::Result<Model> {
-        Ok(Model::open(&self.model, self.compute.options()?)?)
+        let options = self.steering.add_to(self.compute.options()?, &self.model)?;
+        Ok(Model::open(&self.model, options)?)
     }
 
     pub(super) fn path(&self) -> &Path {
