@@ -9,6 +9,7 @@ use crate::logits::check_logits;
 use crate::observe::{NoObserver, Observer};
 use crate::ops::{Backend, Recorded, RowPlaces, Work};
 use crate::session::{EachLogits, Options};
+use crate::weights::ReadAhead;
 
 /// Positions whose logits are held at once.
 const HEAD_TOKENS: usize = 64;
@@ -19,6 +20,8 @@ pub(crate) struct Engine<B: Backend> {
     pub(crate) network: Network<B>,
     pub(crate) directions: Vec<Directions<B>>,
     pub(crate) options: Options,
+    /// For weights that are used where they are mapped.
+    pub(crate) read_ahead: Option<ReadAhead>,
 }
 
 /// One sequence: its caches in all layers.
@@ -105,7 +108,12 @@ impl<B: Backend> Engine<B> {
             prepared.push((places, streams));
         }
         let mut pass = self.pass(observer);
+        let n_tokens = parts.iter().map(|batch| batch.tokens.len()).sum();
+        let reading = self.read_ahead.as_ref().and_then(|ahead| ahead.begin(n_tokens));
         for layer in 0..network.n_layers() {
+            if let Some(reading) = &reading {
+                reading.enter(layer);
+            }
             let mut caches = Vec::with_capacity(texts.len());
             for text in texts {
                 let mut cache = b.cache(network.cache_shape(layer));
@@ -117,6 +125,9 @@ impl<B: Backend> Engine<B> {
             }
         }
         let Some(each) = each else { return Ok(()) };
+        if let Some(reading) = &reading {
+            reading.enter(network.n_layers());
+        }
         for (batch, (_, streams)) in parts.iter().zip(&prepared) {
             for first in (0..batch.tokens.len()).step_by(HEAD_TOKENS) {
                 let rows = first..batch.tokens.len().min(first + HEAD_TOKENS);
@@ -259,7 +270,11 @@ impl<B: Backend> Engine<B> {
         let (b, network) = (&self.backend, &self.network);
         let n_tokens = batch.tokens.len();
         let mut streams = network.embed(b, row_places(places, 0..n_tokens))?;
+        let reading = self.read_ahead.as_ref().and_then(|ahead| ahead.begin(n_tokens));
         for (layer, caches) in caches.iter_mut().enumerate() {
+            if let Some(reading) = &reading {
+                reading.enter(layer);
+            }
             network.layer(b, layer, &mut streams, batch, places, caches, pass)?;
         }
         if !with_head {
