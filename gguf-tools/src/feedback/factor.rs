@@ -125,6 +125,12 @@ impl Factor {
             .submatrix(rows.start, columns.start, rows.len(), columns.len())
     }
 
+    /// Diagonal of the factored matrix at a step of the walk.
+    pub(super) fn diagonal(&self, step: usize) -> f64 {
+        let row = (step..self.columns).map(|j| f64::from(self.r[j * self.stride + step]));
+        row.map(|r| r * r).sum()
+    }
+
     /// Whether no column says anything about another.
     pub(super) fn is_diagonal(&self) -> bool {
         (0..self.columns).all(|j| self.r[j * self.stride..][..j].iter().all(|&v| v == 0.0))

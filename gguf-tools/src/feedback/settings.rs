@@ -12,10 +12,11 @@ pub struct Settings {
     pub damping: f64,
     /// The same for second moments of mids.
     pub mid_damping: f64,
-    /// Factor on the fitted `d`, with which the codes are chosen a last time, for formats with a codebook.
-    pub gain: f32,
+    /// Scales of a finished row are raised until `sum h q w` is this share of `sum h w^2`, `h` being the diagonal, for formats
+    /// with a codebook; 0: never.
+    pub alignment: f64,
     /// The same for formats with one code a value.
-    pub scalar_gain: f32,
+    pub scalar_alignment: f64,
     /// Order of the columns.
     pub order: Order,
     /// Factors on the guessed `d` that are tried; every row of a super-block keeps the best.
@@ -30,8 +31,9 @@ pub struct Settings {
     pub prior_tokens: f64,
     /// Share of the diagonal that second moments of mids are reduced to, besides that by `prior_tokens`.
     pub mid_shrinkage: f64,
-    /// Whether an input counts with the square of its route weight in the second moments of gate and up.
-    pub route_weighted: bool,
+    /// An input counts in the second moments of gate and up with this power of the squared length of what the expert makes of
+    /// it, its mid times its route weight; 0: all count alike.
+    pub response_power: f64,
 }
 
 impl Default for Settings {
@@ -39,8 +41,8 @@ impl Default for Settings {
         Self {
             damping: 0.1,
             mid_damping: 0.1,
-            gain: 1.0,
-            scalar_gain: 1.0,
+            alignment: 0.98,
+            scalar_alignment: 0.0,
             order: Order::Descending,
             d_factors: vec![1.0],
             refits: 1,
@@ -48,7 +50,7 @@ impl Default for Settings {
             mix: 0.2,
             prior_tokens: 0.0,
             mid_shrinkage: 0.0,
-            route_weighted: false,
+            response_power: 0.0,
         }
     }
 }
@@ -72,18 +74,16 @@ impl Settings {
         let problem = |problem: &str| UnknownSetting { text: text.to_owned(), problem: problem.to_owned() };
         let (name, value) = text.split_once('=').ok_or_else(|| problem("expected NAME=VALUE"))?;
         let share = || number(value, 0.0..=1.0).ok_or_else(|| problem("expected a number from 0 to 1"));
-        let gain = || {
-            let factor = number(value, 0.5..=2.0).map(|v| v as f32);
-            factor.ok_or_else(|| problem("expected a factor from 0.5 to 2"))
-        };
+        let alignment =
+            || number(value, 0.0..=1.25).ok_or_else(|| problem("expected a share from 0 to 1.25"));
         let count = || {
             value.parse().ok().filter(|&n| n <= 64).ok_or_else(|| problem("expected a whole number up to 64"))
         };
         match name {
             "damping" => self.damping = share()?,
             "mid-damping" => self.mid_damping = share()?,
-            "gain" => self.gain = gain()?,
-            "scalar-gain" => self.scalar_gain = gain()?,
+            "alignment" => self.alignment = alignment()?,
+            "scalar-alignment" => self.scalar_alignment = alignment()?,
             "mix" => self.mix = share()?,
             "mid-shrinkage" => self.mid_shrinkage = share()?,
             "prior-tokens" => {
@@ -100,14 +100,12 @@ impl Settings {
                 self.d_factors =
                     factors.ok_or_else(|| problem("expected factors from 0.1 to 10, as 0.9/1/1.1"))?;
             }
-            "route-weighted" => {
-                self.route_weighted = value.parse().map_err(|_| problem("expected true or false"))?;
-            }
+            "response-power" => self.response_power = share()?,
             "refits" => self.refits = count()?,
             "reach" => self.reach = count()?,
             _ => {
                 return Err(problem(
-                    "known are damping, mid-damping, gain, scalar-gain, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, route-weighted",
+                    "known are damping, mid-damping, alignment, scalar-alignment, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, response-power",
                 ));
             }
         }
@@ -137,18 +135,18 @@ impl fmt::Display for Settings {
         let factors: Vec<_> = self.d_factors.iter().map(f32::to_string).collect();
         write!(
             f,
-            "damping={},mid-damping={},gain={},scalar-gain={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},route-weighted={}",
+            "damping={},mid-damping={},alignment={},scalar-alignment={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},response-power={}",
             self.damping,
             self.mid_damping,
-            self.gain,
-            self.scalar_gain,
+            self.alignment,
+            self.scalar_alignment,
             factors.join("/"),
             self.refits,
             self.reach,
             self.mix,
             self.prior_tokens,
             self.mid_shrinkage,
-            self.route_weighted,
+            self.response_power,
         )
     }
 }

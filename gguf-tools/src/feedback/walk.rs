@@ -15,6 +15,9 @@ use crate::block::{BlockType, Guide};
 use crate::quantize::{QuantizeError, RowByRow};
 use crate::simd::{Kernel, Lanes};
 
+/// Rows are not raised by more.
+const LARGEST_GAIN: f64 = 1.25;
+
 /// Columns of a panel when errors are measured.
 const PANEL: usize = 256;
 
@@ -200,6 +203,7 @@ impl Walk<'_> {
         let mut cost = vec![0.0; stride];
         let mut bytes = vec![0; out.len()];
         let mut carried = vec![0.0; F::BLOCK * stride];
+        let mut blocks = Vec::new();
         for first in (0..columns).step_by(F::BLOCK) {
             if first > 0 {
                 let r = self.factor.part(0..first, first..first + F::BLOCK);
@@ -213,7 +217,23 @@ impl Walk<'_> {
             let best = self.block::<F>(&place)?;
             differences[first * stride..][..F::BLOCK * stride].copy_from_slice(&best.differences);
             cost.iter_mut().zip(&best.cost).for_each(|(sum, cost)| *sum += cost);
-            self.write::<F>(&place, &best, &mut bytes);
+            blocks.push(Trial { differences: Vec::new(), ..best });
+        }
+        let gains = self.gains::<F>(&w, &differences, stride);
+        if gains.iter().any(|&gain| gain != 1.0) {
+            for (difference, w) in differences.chunks_exact_mut(stride).zip(w.chunks_exact(stride)) {
+                for row in 0..stride {
+                    difference[row] = w[row] - gains[row] * (w[row] - difference[row]);
+                }
+            }
+            cost = self.full_errors(&differences, stride);
+        }
+        for (index, mut block) in blocks.into_iter().enumerate() {
+            for row in 0..n_rows {
+                block.scales.d[row] *= gains[row];
+                block.scales.dmin[row] *= gains[row];
+            }
+            self.write::<F>(index * F::BLOCK, stride, &block, n_rows, &mut bytes);
         }
         let plain = self.plain_errors::<F>(&w, n_rows, stride, out)?;
         let row_bytes = out.len() / n_rows;
@@ -233,6 +253,31 @@ impl Walk<'_> {
         }
         sums.work = self.work.get();
         Ok(sums)
+    }
+
+    /// Factors that give back what least squares takes from the size of a row. The inputs for which a row's output is large look
+    /// like the row: its output for them shrinks by more than the mean over all inputs tells, by about the alignment under the diagonal.
+    fn gains<F: Walked>(&self, w: &[f32], differences: &[f32], stride: usize) -> Vec<f32> {
+        let wanted = if F::CODEBOOK { self.settings.alignment } else { self.settings.scalar_alignment };
+        if wanted <= 0.0 || !F::REFIT {
+            return vec![1.0; stride];
+        }
+        let (mut whole, mut left) = (vec![0.0f64; stride], vec![0.0f64; stride]);
+        for (column, (w, difference)) in
+            w.chunks_exact(stride).zip(differences.chunks_exact(stride)).enumerate()
+        {
+            let weight = self.factor.diagonal(column);
+            for row in 0..stride {
+                let (w, difference) = (f64::from(w[row]), f64::from(difference[row]));
+                whole[row] += weight * w * w;
+                left[row] += weight * w * (w - difference);
+            }
+        }
+        let gain = |(whole, left): (&f64, &f64)| {
+            let gain = wanted * whole / left;
+            if gain.is_finite() { gain.clamp(1.0, LARGEST_GAIN) as f32 } else { 1.0 }
+        };
+        whole.iter().zip(&left).map(gain).collect()
     }
 
     /// A matrix product of so many multiplications, noted.
@@ -308,14 +353,7 @@ impl Walk<'_> {
             let scales = self.refitted::<F>(place, found);
             keep_better(&mut best, self.trial::<F>(place, scales), place.stride);
         }
-        let mut best = best.unwrap_or_default();
-        let gain = if F::CODEBOOK { self.settings.gain } else { self.settings.scalar_gain };
-        if F::REFIT && gain != 1.0 {
-            let raised = |v: &Vec<f32>| v.iter().map(|v| to_f16(v * gain).to_f32()).collect();
-            let (d, dmin) = (raised(&best.scales.d), raised(&best.scales.dmin));
-            best = self.trial::<F>(place, Scales { d, dmin, ..best.scales });
-        }
-        Ok(best)
+        Ok(best.unwrap_or_default())
     }
 
     /// Scales that the plain search finds for the targets.
@@ -460,12 +498,11 @@ impl Walk<'_> {
     }
 
     /// Lays out the blocks of one super-block.
-    fn write<F: Walked>(&self, place: &Place<'_>, trial: &Trial, bytes: &mut [u8]) {
-        let places = self.places::<F>(place.first);
-        let stride = place.stride;
-        let row_bytes = bytes.len() / place.n_rows;
+    fn write<F: Walked>(&self, first: usize, stride: usize, trial: &Trial, n_rows: usize, bytes: &mut [u8]) {
+        let places = self.places::<F>(first);
+        let row_bytes = bytes.len() / n_rows;
         let block_bytes = F::TARGET.bytes_per_block();
-        let index = self.factor.order()[place.first] / F::BLOCK;
+        let index = self.factor.order()[first] / F::BLOCK;
         for (row, bytes) in bytes.chunks_exact_mut(row_bytes).enumerate() {
             let mut stored = Stored {
                 d: to_f16(trial.scales.d[row]),

@@ -11,8 +11,6 @@ use runner::observe::{ExpertObservation, Observation, Observer, Site};
 struct Expert {
     /// Rows of [`Gathered::inputs`].
     rows: Vec<u32>,
-    /// Route weight of each.
-    weights: Vec<f32>,
     /// Mids times route weights, `[tokens, inner]`.
     mids: Vec<f16>,
 }
@@ -85,9 +83,14 @@ impl Gathered {
     fn input_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
         let share = input_share(settings, expert.rows.len());
         let mut own = SecondMoments::new(self.hidden);
-        for (&row, &weight) in expert.rows.iter().zip(&expert.weights) {
+        for (&row, mid) in expert.rows.iter().zip(expert.mids.chunks_exact(self.inner)) {
             let input = &self.inputs[row as usize * self.hidden..][..self.hidden];
-            let weight = if settings.route_weighted { weight * weight } else { 1.0 };
+            let weight = if settings.response_power > 0.0 {
+                let energy: f64 = mid.iter().map(|x| f64::from(x.to_f32()).powi(2)).sum();
+                energy.powf(settings.response_power) as f32
+            } else {
+                1.0
+            };
             own.add(input.iter().map(|x| x.to_f32()), weight);
         }
         let mut own = own.finish();
@@ -152,7 +155,6 @@ impl Observer for Gathered {
         let base = self.base;
         let expert = &mut self.experts[observation.expert];
         expert.rows.extend(observation.rows.iter().map(|row| (base + row) as u32));
-        expert.weights.extend(observation.weights);
         for (mid, &weight) in observation.mids.chunks_exact(self.inner).zip(observation.weights) {
             push_halves(&mut expert.mids, mid.iter().map(|v| v * weight));
         }
