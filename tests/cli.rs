@@ -611,3 +611,68 @@ fn a_trace_is_recorded_and_replayed() {
     std::fs::write(&trace, &lines[..lines.len() / 2]).unwrap();
     assert!(fails(&["trace", "replay", &trace, "--slots", "16"], 1).contains("line "));
 }
+
+#[test]
+fn a_killed_calibrated_build_is_resumed_to_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/calibration/code.txt");
+    let (checkpoint, text) = (nano(), text.to_str().unwrap().to_owned());
+    let arguments = |out: &str, propagate: &'static str| {
+        let types = "blk.1.ffn_down_exps=Q2_K,blk.2.ffn_down_exps=Q2_K,blk.3.ffn_up_exps=Q2_K";
+        let fixed = ["quantize", "--quiet", "--hf", &checkpoint, "--recipe", "mxfp4", "--tensor-type", types];
+        let more =
+            ["--calibrate", &text, "--calibrate-tokens", "300", "--propagate", propagate, "--out", out];
+        fixed.iter().chain(&more).map(|&s| s.to_owned()).collect::<Vec<_>>()
+    };
+    for propagate in ["source", "quantized"] {
+        let whole = done(&borrowed(&arguments(&path("whole.gguf"), propagate)));
+        assert!(whole.contains("blk.3.ffn_up_exps.weight"), "{whole}");
+        let out = path("killed.gguf");
+        let mut kills = 0;
+        for millis in (50..).step_by(350) {
+            let mut child = ggsmith()
+                .args(arguments(&out, propagate))
+                .stdout(Stdio::null())
+                .stderr(Stdio::null())
+                .spawn()
+                .unwrap();
+            std::thread::sleep(Duration::from_millis(millis));
+            child.kill().unwrap();
+            let ended = child.wait().unwrap().success();
+            if Path::new(&out).exists() {
+                // Killed between naming the file and cleaning up, activations stay.
+                assert!(!ended || !Path::new(&path("killed.gguf.part.activations")).exists());
+                break;
+            }
+            kills += 1;
+        }
+        assert!(kills > 0, "the build was never killed before its end");
+        assert_eq!(
+            std::fs::read(&out).unwrap(),
+            std::fs::read(path("whole.gguf")).unwrap(),
+            "{propagate}: {kills} kills"
+        );
+        assert!(!Path::new(&path("killed.gguf.part")).exists(), "no part file is left");
+        std::fs::remove_file(&out).unwrap();
+        std::fs::remove_file(path("whole.gguf")).unwrap();
+    }
+}
+
+#[test]
+fn calibration_that_would_change_nothing_or_is_set_wrongly_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let out = folder.path().join("out.gguf").to_str().unwrap().to_owned();
+    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/calibration/code.txt");
+    let (checkpoint, text) = (nano(), text.to_str().unwrap().to_owned());
+    let common = ["quantize", "--quiet", "--hf", &checkpoint, "--out", &out, "--calibrate", &text];
+    let with = |more: &[&'static str]| [&common[..], more].concat();
+    assert!(fails(&with(&["--recipe", "mxfp4"]), 1).contains("--calibrate changes nothing"));
+    assert!(fails(&with(&["--feedback", "damping=7"]), 2).contains("damping=7"));
+    assert!(fails(&with(&["--feedback", "colour=red"]), 2).contains("known are damping"));
+    assert!(fails(&with(&["--calibrate-sequence", "1"]), 2).contains("at least 2 tokens"));
+    assert!(
+        fails(&["quantize", "--hf", &checkpoint, "--out", &out, "--propagate", "source"], 2)
+            .contains("--calibrate")
+    );
+}

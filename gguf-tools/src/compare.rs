@@ -3,7 +3,8 @@
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::build::{BuildError, FallbackImportance, Regenerator};
+use crate::build::{BuildError, Calibration, FallbackImportance, LayerBytes, MatrixInput, Regenerator};
+use crate::feedback::quadratic;
 use crate::gguf::{Gguf, TensorInfo};
 use crate::importance::ImportanceSource;
 use crate::plan::{Plan, PlannedTensor};
@@ -29,6 +30,9 @@ pub struct TensorComparison {
     pub weighted_error: f64,
     /// Weighted `sum q x / sum x^2`: below 1 the file's weights are shrunk.
     pub alignment: f64,
+    /// Squared error of the outputs relative to the squared outputs, on calibration text: `tr(D H D^T) / tr(W H W^T)` with `H`
+    /// the second moments of each expert's inputs; `None` where that was not asked for or the tensor is no routed expert's.
+    pub full_error: Option<f64>,
     /// Largest absolute error.
     pub max_error: f64,
     /// Cosine of the angle between file and source.
@@ -105,6 +109,7 @@ impl Sums {
             relative_error: ratio(self.error, self.source).sqrt(),
             weighted_error: ratio(self.weighted_error, self.weighted_source),
             alignment: ratio(self.weighted_product, self.weighted_source),
+            full_error: None,
             max_error: self.max_error,
             cosine: ratio(self.product, (self.source * self.file).sqrt()),
             differing_bytes: regenerated.then_some(self.differing_bytes),
@@ -156,6 +161,92 @@ pub fn compare(
     }
     result.fallback_importance = regenerator.into_notes();
     Ok(result)
+}
+
+/// Errors of the outputs of routed experts ([`TensorComparison::full_error`]) by tensor, in file order.
+///
+/// # Errors
+/// If source or file are damaged, or the calibration fails.
+pub fn judge(
+    plan: &Plan,
+    source: &dyn WeightSource,
+    gguf: &Gguf,
+    only: &[String],
+    calibration: &mut dyn Calibration,
+    progress: &dyn Progress,
+) -> Result<Vec<(String, f64)>, BuildError> {
+    let n_layers = plan.tensors.iter().filter_map(|t| t.spec.layer).max().map_or(0, |last| last as usize + 1);
+    let wanted = |t: &&PlannedTensor| {
+        MatrixInput::of(t.spec.family).is_some() && (only.is_empty() || only.contains(&t.spec.gguf_name))
+    };
+    let mut judged = Vec::new();
+    for layer in 0..n_layers {
+        let tensors: Vec<_> =
+            plan.tensors.iter().filter(|t| t.spec.layer == Some(layer as u32)).filter(wanted).collect();
+        let failed = |source| BuildError::Calibration { layer, source };
+        calibration.enter(layer, !tensors.is_empty()).map_err(failed)?;
+        for tensor in tensors {
+            let Some(found) = gguf.tensor(&tensor.spec.gguf_name) else { continue };
+            let bytes = gguf.data(found).map_err(crate::source::SourceError::from)?;
+            judged.push((
+                tensor.spec.gguf_name.clone(),
+                tensor_full_error(tensor, source, found, bytes, &*calibration, layer)?,
+            ));
+            progress.step(&Step {
+                item: &tensor.spec.gguf_name,
+                done_bytes: layer as u64 + 1,
+                total_bytes: n_layers as u64,
+                done_items: judged.len(),
+                total_items: plan.tensors.iter().filter(wanted).count(),
+            });
+        }
+        calibration.leave(layer, plan, &NoBytes).map_err(failed)?;
+        if progress.interrupted() {
+            break;
+        }
+    }
+    calibration.finish();
+    Ok(judged)
+}
+
+/// Judging goes on with what the source makes of its inputs: nobody asks for bytes.
+struct NoBytes;
+
+impl LayerBytes for NoBytes {
+    fn read(&self, _: &PlannedTensor) -> std::io::Result<Vec<u8>> {
+        Err(std::io::Error::other("judging writes no layer"))
+    }
+}
+
+fn tensor_full_error(
+    tensor: &PlannedTensor,
+    source: &dyn WeightSource,
+    found: &TensorInfo,
+    bytes: &[u8],
+    calibration: &dyn Calibration,
+    layer: usize,
+) -> Result<f64, BuildError> {
+    let (n_matrices, rows, columns) = (tensor.n_matrices(), tensor.n_rows(), tensor.n_columns());
+    let input = MatrixInput::of(tensor.spec.family).unwrap_or(MatrixInput::Ffn);
+    let Some(format) = found.block_type.format() else { return Ok(0.0) };
+    let matrix_bytes = bytes.len() / n_matrices.max(1);
+    let parts: Vec<(f64, f64)> = (0..n_matrices)
+        .into_par_iter()
+        .map(|expert| {
+            let moments = calibration
+                .moments(input, expert)
+                .map_err(|source| BuildError::Calibration { layer, source })?;
+            let mut values = vec![0.0; rows * columns];
+            source.read_rows(&tensor.spec, expert, 0..rows, &mut values)?;
+            let mut differences = vec![0.0; values.len()];
+            format.dequantize(&bytes[expert * matrix_bytes..][..matrix_bytes], &mut differences);
+            differences.iter_mut().zip(&values).for_each(|(q, x)| *q = x - *q);
+            let whole = quadratic(&values, &moments.moments, columns);
+            Ok((quadratic(&differences, &moments.moments, columns), whole))
+        })
+        .collect::<Result<_, BuildError>>()?;
+    let (error, whole) = parts.iter().fold((0.0, 0.0), |sum, part| (sum.0 + part.0, sum.1 + part.1));
+    Ok(if whole > 0.0 { error / whole } else { 0.0 })
 }
 
 fn tensor_sums(

@@ -10,6 +10,7 @@ pub mod build;
 pub mod checkpoint;
 pub mod compare;
 pub mod diff;
+pub mod feedback;
 pub mod gguf;
 pub mod importance;
 pub mod inspect;

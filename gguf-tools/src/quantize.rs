@@ -50,7 +50,7 @@ pub enum QuantizeError {
 }
 
 /// Each row by itself, with the diagonal as weights.
-#[derive(Debug, Clone, Copy, Default)]
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct RowByRow {
     /// Which weighted error is minimised.
     pub objective: Objective,

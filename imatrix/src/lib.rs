@@ -5,6 +5,7 @@
 //! [`Imatrix::open`] reads llama.cpp's GGUF form and the legacy `.dat` form in all its generations, told apart by
 //! their bytes. Only headers stay in memory: values are checked once on opening and read again when asked for.
 
+pub mod calibrate;
 pub mod collect;
 mod coverage;
 pub mod dataset;

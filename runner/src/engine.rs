@@ -9,6 +9,7 @@ use crate::logits::check_logits;
 use crate::observe::{NoObserver, Observer};
 use crate::ops::{Backend, Recorded, RowPlaces, Work};
 use crate::session::{EachLogits, Options};
+use crate::weights::ReadAhead;
 
 /// Positions whose logits are held at once.
 const HEAD_TOKENS: usize = 64;
@@ -19,6 +20,8 @@ pub(crate) struct Engine<B: Backend> {
     pub(crate) network: Network<B>,
     pub(crate) directions: Vec<Directions<B>>,
     pub(crate) options: Options,
+    /// For weights that are used where they are mapped.
+    pub(crate) read_ahead: Option<ReadAhead>,
 }
 
 /// One sequence: its caches in all layers.
@@ -105,7 +108,12 @@ impl<B: Backend> Engine<B> {
             prepared.push((places, streams));
         }
         let mut pass = self.pass(observer);
+        let n_tokens = parts.iter().map(|batch| batch.tokens.len()).sum();
+        let reading = self.read_ahead.as_ref().and_then(|ahead| ahead.begin(n_tokens));
         for layer in 0..network.n_layers() {
+            if let Some(reading) = &reading {
+                reading.enter(layer);
+            }
             let mut caches = Vec::with_capacity(texts.len());
             for text in texts {
                 let mut cache = b.cache(network.cache_shape(layer));
@@ -117,6 +125,9 @@ impl<B: Backend> Engine<B> {
             }
         }
         let Some(each) = each else { return Ok(()) };
+        if let Some(reading) = &reading {
+            reading.enter(network.n_layers());
+        }
         for (batch, (_, streams)) in parts.iter().zip(&prepared) {
             for first in (0..batch.tokens.len()).step_by(HEAD_TOKENS) {
                 let rows = first..batch.tokens.len().min(first + HEAD_TOKENS);
@@ -130,6 +141,39 @@ impl<B: Backend> Engine<B> {
             }
         }
         Ok(())
+    }
+
+    /// The streams of whole texts before the first layer.
+    pub(crate) fn embed_texts(&self, texts: &[&[u32]]) -> Result<Vec<f32>, RunnerError> {
+        let _turn = self.backend.turn(Work::Batch)?;
+        let batch = whole_texts(0, texts);
+        let places = self.backend.places(&batch.tokens, &batch.positions)?;
+        let streams = self.network.embed(&self.backend, row_places(&places, 0..batch.tokens.len()))?;
+        Ok(self.backend.read(&streams)?.into_owned())
+    }
+
+    /// One layer over whole texts: the streams before it in, those behind it out.
+    pub(crate) fn layer_of_texts(
+        &self,
+        layer: usize,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f32>, RunnerError> {
+        let _turn = self.backend.turn(Work::Batch)?;
+        let (b, network) = (&self.backend, &self.network);
+        let batch = whole_texts(first_text, texts);
+        let places = b.places(&batch.tokens, &batch.positions)?;
+        let mut caches = Vec::with_capacity(texts.len());
+        for text in texts {
+            let mut cache = b.cache(network.cache_shape(layer));
+            b.reserve(&mut cache, text.len())?;
+            caches.push(cache);
+        }
+        let mut streams = b.from_host(streams.len() / batch.tokens.len(), streams)?;
+        network.layer(b, layer, &mut streams, &batch, &places, &mut caches, &mut self.pass(observer))?;
+        Ok(b.read(&streams)?.into_owned())
     }
 
     /// Continues a sequence. Returns the logits behind the last token.
@@ -226,7 +270,11 @@ impl<B: Backend> Engine<B> {
         let (b, network) = (&self.backend, &self.network);
         let n_tokens = batch.tokens.len();
         let mut streams = network.embed(b, row_places(places, 0..n_tokens))?;
+        let reading = self.read_ahead.as_ref().and_then(|ahead| ahead.begin(n_tokens));
         for (layer, caches) in caches.iter_mut().enumerate() {
+            if let Some(reading) = &reading {
+                reading.enter(layer);
+            }
             network.layer(b, layer, &mut streams, batch, places, caches, pass)?;
         }
         if !with_head {
@@ -276,4 +324,12 @@ impl<B: Backend> Engine<B> {
 
 fn row_places<B: Backend>(batch: &B::Places, rows: Range<usize>) -> RowPlaces<'_, B> {
     RowPlaces { batch, rows }
+}
+
+/// Whole texts as one batch; the first one is called `first_text` in its places.
+fn whole_texts(first_text: usize, texts: &[&[u32]]) -> Batch {
+    let mut batch = Batch::default();
+    texts.iter().enumerate().for_each(|(i, text)| batch.push(i, 0, text));
+    batch.places.iter_mut().for_each(|place| place.sequence += first_text);
+    batch
 }

@@ -42,7 +42,8 @@ pub enum ActivationPrecision {
     #[default]
     F32,
     /// Inputs of quantized matrices are rounded to 8 bits, which makes the products integer: faster, less exact.
-    /// Inputs of float matrices (F32, F16, BF16) stay `f32`.
+    /// Rounding takes place where ggml's CPU code does it: inputs of F16 and BF16 matrices are rounded to those types,
+    /// those of F32 matrices stay as they are.
     Int8,
     /// As the GPU does it fastest: in batches inputs and weights are rounded to `f16`; for single tokens inputs of
     /// routed experts are rounded to 8 bits, all others stay `f32`.
@@ -336,6 +337,8 @@ pub trait Backend: Send + Sync {
     ) -> Result<Recorded<Self::Tensor, Self::Recording>, RunnerError>;
     /// Does what was recorded, with what places and caches hold now; gives the pass's result.
     fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a Self::Tensor, RunnerError>;
+    /// Values of the host, `[tokens, width]`.
+    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<Self::Tensor, RunnerError>;
     /// Does work that may run beside what is queued after it, until [`Backend::together`]. It must not touch what that
     /// other work writes.
     fn beside(&self, work: &mut dyn FnMut() -> Result<(), RunnerError>) -> Result<(), RunnerError> {

@@ -17,7 +17,7 @@ use crate::forward::Steering;
 use crate::load::load;
 use crate::observe::{NoObserver, Observer};
 use crate::ops::{ActivationPrecision, Backend, Numerics, Work};
-use crate::weights::{WeightSource, open_source};
+use crate::weights::{ReadAhead, WeightSource, available_bytes, open_source};
 
 /// What computes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
@@ -50,6 +50,9 @@ pub struct Options {
     pub check_finite: bool,
     /// Models whose matrices take at most this many bytes as `f32` are widened at loading. Results do not depend on it.
     pub widen_up_to_bytes: u64,
+    /// Whether a layer's weights are given back to the system once a batch has passed it; `None`: where the weights
+    /// are more than the memory that is free. For the CPU. Results do not depend on it.
+    pub release_weights: Option<bool>,
     /// Directions that are taken out of activations, one set after the other.
     pub steering: Vec<Arc<Steering>>,
     /// Whether a GPU records the pass over a single token once and repeats it for every next one. Results do not
@@ -71,6 +74,7 @@ impl Default for Options {
             attention_tokens: 512,
             check_finite: false,
             widen_up_to_bytes: 512 << 20,
+            release_weights: None,
             steering: Vec::new(),
             record_steps: true,
             level: Level::detect(),
@@ -169,7 +173,9 @@ impl Model {
                     activations: options.activations,
                     widen: widened_bytes(h) <= options.widen_up_to_bytes,
                 };
-                Machine::Cpu(Box::new(threads.install(|| open_engine(backend, source, &options))?))
+                let read_ahead = (!backend.widen).then(|| ReadAhead::new(source, releases(source, &options)));
+                let engine = threads.install(|| open_engine(backend, source, &options))?;
+                Machine::Cpu(Box::new(Engine { read_ahead, ..engine }))
             }
             Processor::Cuda(ordinal) => {
                 let backend = CudaBackend::open(ordinal, source, &options)?;
@@ -334,13 +340,62 @@ fn open_engine<B: Backend>(
     let turn = backend.turn(Work::Batch)?;
     let network = load(&backend, source)?;
     drop(turn);
-    let mut engine = Engine { backend, network, directions: Vec::new(), options: options.clone() };
+    let (directions, read_ahead) = (Vec::new(), None);
+    let mut engine = Engine { backend, network, directions, options: options.clone(), read_ahead };
     engine.steer(options.steering.clone())?;
     Ok(engine)
 }
 
+/// Whether layers that are done with are given back.
+fn releases(source: &Arc<dyn WeightSource>, options: &Options) -> bool {
+    options
+        .release_weights
+        .unwrap_or_else(|| available_bytes().is_some_and(|available| source.mapped_bytes() > available))
+}
+
 /// Takes the logits of one position: text, position, logits.
 pub(crate) type EachLogits<'a> = dyn FnMut(usize, usize, &[f32]) + Send + 'a;
+
+/// One layer at a time over many texts, for work that reads a model's weights once.
+impl Model {
+    /// Number of layers.
+    pub fn n_layers(&self) -> usize {
+        with_engine!(&self.machine, engine => engine.network.n_layers())
+    }
+
+    /// Values of the residual streams of one token.
+    pub fn streams_width(&self) -> usize {
+        let h = self.hyper_parameters();
+        (h.hc_mult * h.hidden_size) as usize
+    }
+
+    /// The streams of some texts' tokens before the first layer, `[tokens, M * D]`.
+    ///
+    /// # Errors
+    /// If a text is empty, too long or holds unknown tokens, or the embedding cannot be read.
+    pub fn embed_texts(&self, texts: &[&[u32]]) -> Result<Vec<f32>, RunnerError> {
+        texts.iter().try_for_each(|text| self.check_tokens(0, text))?;
+        self.threads.install(|| with_engine!(&self.machine, engine => engine.embed_texts(texts)))
+    }
+
+    /// One layer over whole texts. `streams`: `[tokens, M * D]`, those before the layer in, those behind it out.
+    /// `first_text` is the number of the first text for `observer`.
+    ///
+    /// # Errors
+    /// If weights cannot be read or a result is not finite and the options say to look.
+    pub fn layer_of_texts(
+        &self,
+        layer: usize,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<Vec<f32>, RunnerError> {
+        self.threads.install(|| {
+            with_engine!(&self.machine, engine => engine.layer_of_texts(layer, first_text, texts, streams, observer))
+        })
+    }
+}
 
 /// Bytes of all weights as `f32`.
 fn widened_bytes(h: &HyperParameters) -> u64 {

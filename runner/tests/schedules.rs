@@ -239,8 +239,16 @@ fn eight_bit_inputs_stay_near_and_do_not_depend_on_schedule_or_instructions() {
     };
     let int8 = Options { activations: ActivationPrecision::Int8, ..Options::default() };
     let expected = logits(&open(int8.clone()), &[text]).swap_remove(0);
-    let others =
-        Options { level: Level::Scalar, batch_tokens: 50, attention_tokens: 7, n_threads: 3, ..int8.clone() };
+    // Weights that are read ahead and given back are the same weights.
+    let others = Options {
+        level: Level::Scalar,
+        batch_tokens: 50,
+        attention_tokens: 7,
+        n_threads: 3,
+        widen_up_to_bytes: 0,
+        release_weights: Some(true),
+        ..int8.clone()
+    };
     assert_eq!(logits(&open(others), &[text]).swap_remove(0), expected);
     let model = open(int8);
     let mut session = model.session();

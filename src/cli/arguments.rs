@@ -84,6 +84,11 @@ impl SourceArguments {
         Ok((source, Some(replica)))
     }
 
+    /// The folder or file.
+    pub(crate) fn path(&self) -> &std::path::Path {
+        self.hf.as_deref().or(self.from.as_deref()).unwrap_or(std::path::Path::new(""))
+    }
+
     pub(crate) fn label(&self, source: &dyn WeightSource) -> String {
         self.label.clone().unwrap_or_else(|| source.label())
     }
@@ -288,6 +293,18 @@ pub(crate) fn make_plan(
     matrix: Option<&Imatrix>,
     hash_files: bool,
 ) -> anyhow::Result<Plan> {
+    make_plan_with(source, recipe, label, matrix, hash_files, &Metadata::default())
+}
+
+/// [`make_plan`] with more metadata.
+pub(crate) fn make_plan_with(
+    source: &dyn WeightSource,
+    recipe: &RecipeArguments,
+    label: String,
+    matrix: Option<&Imatrix>,
+    hash_files: bool,
+    more: &Metadata,
+) -> anyhow::Result<Plan> {
     use rayon::prelude::*;
     let files = source.files();
     let sums: Vec<_> = files
@@ -310,6 +327,9 @@ pub(crate) fn make_plan(
     let chosen = recipe.recipe()?;
     let mut metadata = source.metadata()?;
     provenance.add_to(&mut metadata, &chosen);
+    for (key, value) in more.iter() {
+        metadata.set(key, value.clone());
+    }
     recipe.override_metadata(&mut metadata)?;
     Ok(Plan::new(source, &chosen, metadata)?)
 }

@@ -4,11 +4,12 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use gguf_tools::compare::{Comparison, compare};
+use gguf_tools::compare::{Comparison, compare, judge};
 use gguf_tools::gguf::Gguf;
 use gguf_tools::plan::{Plan, Recipe};
 
 use super::arguments::{SourceArguments, importance_of};
+use super::calibrate::TextArguments;
 use super::{UsageError, print, print_json};
 use crate::render::progress::Reporter;
 use crate::render::table::table;
@@ -29,6 +30,8 @@ pub(crate) struct Arguments {
     /// Also make every tensor anew and compare it byte for byte; a difference is a failure.
     #[arg(long)]
     regenerate: bool,
+    #[command(flatten)]
+    text: TextArguments,
     /// Show no progress.
     #[arg(long)]
     quiet: bool,
@@ -61,7 +64,18 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         &reporter,
     );
     reporter.finish();
-    let comparison = result?;
+    let mut comparison = result?;
+    if let Some(text) = arguments.text.read_for_judging(arguments.source.path())? {
+        let reporter = Reporter::new("judging", arguments.quiet);
+        let (mut pass, _) = text.pass(arguments.source.path(), None, "compare", 0)?;
+        let judged = judge(&plan, source.as_ref(), &gguf, &arguments.tensors, &mut pass, &reporter);
+        reporter.finish();
+        for (name, error) in judged? {
+            if let Some(tensor) = comparison.tensors.iter_mut().find(|t| t.tensor == name) {
+                tensor.full_error = Some(error);
+            }
+        }
+    }
     if arguments.json {
         print_json(&comparison)?;
     } else {
@@ -86,6 +100,7 @@ pub(crate) fn text(comparison: &Comparison) -> String {
                 format!("{:.5}", t.relative_error),
                 format!("{:.5}", t.weighted_error),
                 format!("{:.4}", t.alignment),
+                t.full_error.map_or_else(|| "not asked".to_owned(), |error| format!("{error:.5}")),
                 format!("{:.3e}", t.max_error),
                 format!("{:.6}", t.cosine),
                 match t.differing_bytes {
@@ -96,8 +111,19 @@ pub(crate) fn text(comparison: &Comparison) -> String {
             ]
         })
         .collect();
-    let columns =
-        ["tensor", "source", "file", "rmse", "relative", "weighted", "alignment", "max", "cosine", "bytes"];
+    let columns = [
+        "tensor",
+        "source",
+        "file",
+        "rmse",
+        "relative",
+        "weighted",
+        "alignment",
+        "outputs",
+        "max",
+        "cosine",
+        "bytes",
+    ];
     let mut text = table(&columns, 3, &rows);
     for name in &comparison.missing {
         text += &format!("\nmissing in the file: {name}");

@@ -3,6 +3,7 @@
 mod account;
 mod arguments;
 mod bench;
+mod calibrate;
 mod compare;
 mod diff;
 mod doctor;

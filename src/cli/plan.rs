@@ -55,7 +55,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(matrix) = &matrix {
         super::quantize::report_coverage(&plan, matrix, &arguments.importance, arguments.json)?;
     }
-    let view = View { plan: &plan, threads: arguments.threads.unwrap_or_else(rayon::current_num_threads) };
+    let view = View::new(&plan, arguments.threads.unwrap_or_else(rayon::current_num_threads));
     let out = arguments.out.as_deref();
     if arguments.json {
         print_json(&view.json(out)?)?;
@@ -69,9 +69,20 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 pub(crate) struct View<'a> {
     pub plan: &'a Plan,
     pub threads: usize,
+    /// Bytes of memory that calibration adds.
+    pub more_memory: u64,
 }
 
-impl View<'_> {
+impl<'a> View<'a> {
+    /// A plan without calibration.
+    pub(crate) fn new(plan: &'a Plan, threads: usize) -> Self {
+        Self { plan, threads, more_memory: 0 }
+    }
+
+    fn peak_memory_bytes(&self) -> u64 {
+        self.plan.peak_memory_bytes(self.threads) + self.more_memory
+    }
+
     pub(crate) fn json(&self, out: Option<&Path>) -> anyhow::Result<serde_json::Value> {
         let plan = self.plan;
         Ok(json!({
@@ -82,7 +93,7 @@ impl View<'_> {
             "set_aside": plan.set_aside,
             "tensor_bytes": plan.tensor_bytes(),
             "file_bytes": plan.file_bytes(),
-            "peak_memory_bytes": plan.peak_memory_bytes(self.threads),
+            "peak_memory_bytes": self.peak_memory_bytes(),
             "free_bytes": free_bytes(&folder(out))?,
         }))
     }
@@ -112,7 +123,7 @@ impl View<'_> {
         text += &format!("\nfile size    {}", units::exact_bytes(plan.file_bytes()));
         text += &format!(
             "\npeak memory  {} at most with {} threads",
-            units::bytes(plan.peak_memory_bytes(self.threads)),
+            units::bytes(self.peak_memory_bytes()),
             self.threads
         );
         text += &format!("\nfree space   {}", units::bytes(free));

@@ -5,14 +5,17 @@ use std::process::ExitCode;
 
 use anyhow::Context;
 use clap::Args;
-use gguf_tools::build::{BuildOptions, BuildReport, build};
+use gguf_tools::build::{
+    BuildOptions, BuildReport, ByFeedback, FeedbackOutcome, build, build_calibrated, is_walked,
+};
 use gguf_tools::plan::{Conversion, Plan, PlanPart};
 use gguf_tools::rewrite::{parse_layer_parts, shard_name};
 use imatrix::{Imatrix, MissingPolicy, StackedTensor, TensorCoverage};
 
 use super::arguments::{
-    ImportanceArguments, Missing, RecipeArguments, SourceArguments, importance_of, make_plan,
+    ImportanceArguments, Missing, RecipeArguments, SourceArguments, importance_of, make_plan_with,
 };
+use super::calibrate::CalibrationArguments;
 use super::plan::View;
 use super::rewritten::usage_or_failure;
 use super::{UsageError, print, print_json};
@@ -58,6 +61,8 @@ pub(crate) struct Arguments {
     recipe: RecipeArguments,
     #[command(flatten)]
     importance: ImportanceArguments,
+    #[command(flatten)]
+    calibration: CalibrationArguments,
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -70,7 +75,14 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let label = arguments.source.label(source.as_ref());
     let part = part(arguments)?;
     let hash_files = !arguments.dry_run && part.is_none_or(|part| part.names_source_sums());
-    let mut plan = make_plan(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files)?;
+    let text = arguments.calibration.read(arguments.source.path())?;
+    if text.is_some() && part.is_some() {
+        let message = "--calibrate makes whole files: every layer needs what the layers before it compute; leave out --shard and --layers";
+        return Err(UsageError(message.to_owned()).into());
+    }
+    let more = text.as_ref().map(|text| text.metadata.clone()).unwrap_or_default();
+    let mut plan =
+        make_plan_with(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files, &more)?;
     warn_of(&plan);
     if let Some(part) = part {
         plan = plan.part(part).map_err(|e| UsageError(e.to_string()))?;
@@ -86,7 +98,14 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(matrix) = &matrix {
         report_coverage(&plan, matrix, &arguments.importance, arguments.json)?;
     }
-    let view = View { plan: &plan, threads: rayon::current_num_threads() };
+    let mut view = View::new(&plan, rayon::current_num_threads());
+    if let Some(text) = &text {
+        view.more_memory = text.memory_bytes(&plan, arguments.source.path(), view.threads)?;
+        anyhow::ensure!(
+            plan.tensors.iter().any(is_walked),
+            "--calibrate changes nothing: no routed expert becomes a type that error feedback can write (IQ2_XXS, Q2_K, Q4_K, Q8_0, MXFP4)"
+        );
+    }
     if arguments.dry_run {
         let out = Some(out.as_path());
         if arguments.json {
@@ -102,7 +121,20 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         importance_fallback: arguments.importance.fallback_allowed(),
     };
     let reporter = Reporter::new("quantizing", arguments.quiet);
-    let result = build(&plan, source.as_ref(), importance_of(matrix.as_ref()), &out, options, &reporter);
+    let importance = importance_of(matrix.as_ref());
+    let result = match text {
+        None => build(&plan, source.as_ref(), importance, &out, options, &reporter),
+        Some(text) => {
+            let identity = plan.identity();
+            let beside = Some(out.as_path());
+            let model = arguments.source.path();
+            let (mut pass, mut quantizer) = text.pass(model, beside, &identity, threads.unwrap_or(0))?;
+            quantizer.plain.objective = plan.objective;
+            quantizer.plain.scale_gain = plan.recipe.scale_gain;
+            let by = ByFeedback { calibration: &mut pass, quantizer: &quantizer };
+            build_calibrated(&plan, source.as_ref(), importance, by, &out, options, &reporter)
+        }
+    };
     reporter.finish();
     print_report(&result?, arguments.json)?;
     Ok(ExitCode::SUCCESS)
@@ -189,8 +221,31 @@ fn coverage_row(tensor: &TensorCoverage) -> Vec<String> {
     ]
 }
 
+/// One row a tensor: what error feedback did.
+fn feedback_table(outcomes: &[FeedbackOutcome]) -> String {
+    let mut rows: Vec<Vec<String>> = Vec::new();
+    for group in outcomes.chunk_by(|a, b| a.tensor == b.tensor) {
+        let sum = |of: fn(&FeedbackOutcome) -> f64| group.iter().map(of).sum::<f64>();
+        let (plain, error) = (sum(|o| o.report.plain_error), sum(|o| o.report.error));
+        let n_rows = sum(|o| o.report.n_rows as f64);
+        let n_plain = sum(|o| o.report.n_plain_rows as f64);
+        rows.push(vec![
+            group[0].tensor.clone(),
+            group.iter().map(|o| o.n_tokens).min().unwrap_or(0).to_string(),
+            format!("{:.4}", if plain > 0.0 { error / plain } else { 1.0 }),
+            format!("{:.2} %", 100.0 * n_plain / n_rows.max(1.0)),
+            group.iter().filter(|o| o.report.damping_raised).count().to_string(),
+        ]);
+    }
+    let columns = ["tensor", "least tokens", "error / plain", "plain rows", "damping raised"];
+    format!("error feedback:\n{}\n", table(&columns, 1, &rows))
+}
+
 fn closing_text(report: &BuildReport) -> String {
     let mut text = String::new();
+    if !report.feedback.is_empty() {
+        text += &feedback_table(&report.feedback);
+    }
     if !report.fallback_importance.is_empty() {
         let mut tensors: Vec<(String, Vec<usize>, &str, &str)> = Vec::new();
         for note in &report.fallback_importance {

@@ -288,7 +288,7 @@ fn report(outcomes: &[Outcome], checkpoint: &Path, kept: bool) -> anyhow::Result
         checkpoint.display()
     );
     if let Some(first) = outcomes.first() {
-        let view = View { plan: &first.plan, threads: rayon::current_num_threads() };
+        let view = View::new(&first.plan, rayon::current_num_threads());
         text += &view.text(Some(checkpoint), false)?;
     }
     let rows: Vec<_> = outcomes

@@ -16,6 +16,7 @@ mod iq4_nl;
 mod layout;
 mod mxfp4;
 mod nvfp4;
+pub(crate) mod parts;
 mod q2_k;
 mod q3_k;
 mod q4_0;

@@ -19,7 +19,7 @@ const HALFWAY: [f32; 7] = [0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0];
 
 /// 2^(e - 128), which is subnormal for `e` below 2.
 #[inline(always)]
-fn half_scale(e: u8) -> f32 {
+pub(super) fn half_scale(e: u8) -> f32 {
     f32::from_bits(if e < 2 { 0x0020_0000 << e } else { (u32::from(e) - 1) << 23 })
 }
 

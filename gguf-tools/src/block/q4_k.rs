@@ -1,8 +1,9 @@
 //! Q4_K and Q5_K: eight sub-blocks of 32 codes, each with a six-bit scale and a six-bit minimum.
 
+use half::f16;
+
 use super::affine::{AffineFormat, Starts};
 use super::layout::{Block, Blocks, QuantizeBlock, by_block, half, not_finite};
-use super::super_block::Stored;
 use super::{Guide, RowQuantizer};
 use crate::simd::Lanes;
 
@@ -21,7 +22,7 @@ pub(super) struct BlockQ5K;
 
 /// Scale and minimum of sub-block `b`: whole bytes' low six bits for the first four, the others in nibbles and spare bits.
 #[inline(always)]
-fn unpack_scale(packed: &[u8], b: usize) -> (u8, u8) {
+pub(super) fn unpack_scale(packed: &[u8], b: usize) -> (u8, u8) {
     if b < 4 {
         return (packed[b] & 63, packed[b + 4] & 63);
     }
@@ -100,7 +101,7 @@ impl QuantizeBlock<256, 144> for BlockQ4K {
         block: &mut [u8; 144],
     ) {
         let stored = Q4_K_FORMAT.quantize::<L, 32, 1, 8>(guide, values, importance);
-        pack_head(&stored, &mut block[..16]);
+        pack_head(stored.d, stored.dmin, &stored.scales, &stored.minimums, &mut block[..16]);
         pack_nibbles(&stored.codes, &mut block[16..]);
     }
 }
@@ -114,7 +115,7 @@ impl QuantizeBlock<256, 176> for BlockQ5K {
         block: &mut [u8; 176],
     ) {
         let stored = Q5_K_FORMAT.quantize::<L, 32, 1, 8>(guide, values, importance);
-        pack_head(&stored, &mut block[..16]);
+        pack_head(stored.d, stored.dmin, &stored.scales, &stored.minimums, &mut block[..16]);
         let codes = &stored.codes;
         for l in 0..32 {
             block[16 + l] = (0..8).fold(0, |bits, b| bits | (codes[32 * b + l] >> 4) << b);
@@ -124,10 +125,9 @@ impl QuantizeBlock<256, 176> for BlockQ5K {
 }
 
 #[inline(always)]
-fn pack_head(stored: &Stored, head: &mut [u8]) {
-    head[..2].copy_from_slice(&stored.d.to_le_bytes());
-    head[2..4].copy_from_slice(&stored.dmin.to_le_bytes());
-    let (scales, minimums) = (&stored.scales, &stored.minimums);
+pub(super) fn pack_head(d: f16, dmin: f16, scales: &[u8; 16], minimums: &[u8; 16], head: &mut [u8]) {
+    head[..2].copy_from_slice(&d.to_le_bytes());
+    head[2..4].copy_from_slice(&dmin.to_le_bytes());
     let packed = &mut head[4..];
     for b in 0..4 {
         packed[b] = scales[b] | scales[b + 4] >> 4 << 6;
@@ -138,7 +138,7 @@ fn pack_head(stored: &Stored, head: &mut [u8]) {
 
 /// The low four bits of each code, two codes 32 apart in one byte.
 #[inline(always)]
-fn pack_nibbles(codes: &[u8; 256], packed: &mut [u8]) {
+pub(super) fn pack_nibbles(codes: &[u8; 256], packed: &mut [u8]) {
     for (packed, codes) in packed.chunks_exact_mut(32).zip(codes.chunks_exact(64)) {
         for l in 0..32 {
             packed[l] = codes[l] & 15 | codes[l + 32] << 4;

@@ -4,6 +4,7 @@
 //! whose bytes depend on the unit alone, so neither the number of threads nor an interruption changes
 //! the result.
 
+mod calibrated;
 mod part;
 mod regenerate;
 mod unit;
@@ -16,6 +17,10 @@ use rayon::prelude::*;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
+pub use calibrated::{
+    ByFeedback, Calibration, CalibrationError, ExpertMoments, FeedbackOutcome, LayerBytes, MatrixInput,
+    build_calibrated, calibrated_memory_bytes, is_walked,
+};
 pub use part::{FileSink, Journal, Sink, free_bytes};
 pub(crate) use regenerate::Regenerator;
 use unit::{Importances, Unit, Wave};
@@ -41,6 +46,14 @@ pub enum BuildError {
         tensor: String,
         /// Why.
         source: QuantizeError,
+    },
+    /// Second moments cannot be had.
+    #[error("layer {layer}: calibration failed: {source}")]
+    Calibration {
+        /// The layer.
+        layer: usize,
+        /// Why.
+        source: CalibrationError,
     },
     /// Importance that cannot be used.
     #[error(
@@ -154,6 +167,9 @@ pub struct BuildReport {
     pub resumed_bytes: u64,
     /// Matrices quantized with weights of the fallback, in file order.
     pub fallback_importance: Vec<FallbackImportance>,
+    /// What error feedback did, matrix by matrix, in file order; layers that an earlier run wrote are missing.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub feedback: Vec<FeedbackOutcome>,
 }
 
 /// A matrix whose importance was not known although its tensor could have used it.
@@ -272,6 +288,7 @@ pub fn build_into(
             sha256,
             resumed_bytes,
             fallback_importance: importances.into_notes(),
+            feedback: Vec::new(),
         })
     })
 }

@@ -159,6 +159,16 @@ impl FileSink {
         Ok(())
     }
 
+    /// Records everything written so far as sound.
+    pub(super) fn flush(&mut self) -> io::Result<()> {
+        if self.journaled_bytes < self.done_bytes { self.write_journal() } else { Ok(()) }
+    }
+
+    /// Reads back what was written.
+    pub(super) fn read_at(&self, offset: u64, out: &mut [u8]) -> io::Result<()> {
+        std::os::unix::fs::FileExt::read_exact_at(&self.file, out, offset)
+    }
+
     fn write_journal(&mut self) -> io::Result<()> {
         self.file.sync_data()?;
         let journal =

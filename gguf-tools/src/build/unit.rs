@@ -52,11 +52,18 @@ pub(super) fn row_ranges(tensor: &PlannedTensor) -> impl Iterator<Item = Range<u
 
 /// Cuts a plan into waves. The cut decides memory and order of writing, never bytes.
 pub(super) fn waves(plan: &Plan, n_threads: usize) -> Vec<Wave> {
+    waves_of(plan, 0..plan.tensors.len(), n_threads)
+}
+
+/// [`waves`] of some tensors that follow each other.
+pub(super) fn waves_of(plan: &Plan, tensors: Range<usize>, n_threads: usize) -> Vec<Wave> {
+    let after = plan.tensors.get(tensors.end).map_or(plan.file_bytes(), |next| next.offset_bytes);
     let per_wave = UNITS_PER_THREAD * n_threads.max(1);
     let mut all = Vec::new();
     let mut units = Vec::new();
     let mut values = 0;
-    for (tensor_index, tensor) in plan.tensors.iter().enumerate() {
+    for tensor_index in tensors {
+        let tensor = &plan.tensors[tensor_index];
         let row_bytes = tensor.row_bytes();
         let mut offset_bytes = tensor.offset_bytes;
         for matrix_index in 0..tensor.n_matrices() {
@@ -81,7 +88,7 @@ pub(super) fn waves(plan: &Plan, n_threads: usize) -> Vec<Wave> {
         .map(|(i, units)| Wave {
             units,
             start_bytes: starts[i],
-            end_bytes: starts.get(i + 1).copied().unwrap_or(plan.file_bytes()),
+            end_bytes: starts.get(i + 1).copied().unwrap_or(after),
         })
         .collect()
 }

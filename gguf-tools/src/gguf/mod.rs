@@ -10,6 +10,7 @@ mod magic;
 mod map;
 mod read;
 mod regions;
+mod residency;
 mod split;
 mod value;
 

@@ -17,8 +17,8 @@ pub struct Gguf {
     metadata: Metadata,
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
-    shards: Vec<ShardInfo>,
-    maps: Vec<Option<Mmap>>,
+    pub(super) shards: Vec<ShardInfo>,
+    pub(super) maps: Vec<Option<Mmap>>,
     alignment: u32,
 }
 

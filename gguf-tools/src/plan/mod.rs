@@ -233,6 +233,12 @@ impl Plan {
         })
     }
 
+    /// SHA-256 of the file's header: of everything that it says about itself.
+    pub fn identity(&self) -> String {
+        use sha2::{Digest, Sha256};
+        hex(&Sha256::digest(self.layout.header_bytes()))
+    }
+
     /// Size of the finished file.
     pub fn file_bytes(&self) -> u64 {
         self.layout.file_bytes()

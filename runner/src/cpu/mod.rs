@@ -13,7 +13,7 @@ mod matrix;
 mod round;
 
 pub use cache::CpuCache;
-pub use int8::{FloatDot, Int8Dot, Int8Rows};
+pub use int8::{FloatDot, InputRounding, Int8Dot, Int8Rows};
 pub use matrix::CpuMatrix;
 
 use std::borrow::Cow;
@@ -56,6 +56,12 @@ pub struct CpuTensor {
 }
 
 impl CpuTensor {
+    /// Rows of `width` values.
+    pub fn new(width: usize, values: Vec<f32>) -> Self {
+        assert_eq!(values.len() % width, 0, "whole rows");
+        Self { width, values }
+    }
+
     fn zeros(tokens: usize, width: usize) -> Self {
         Self { width, values: vec![0.0; tokens * width] }
     }
@@ -79,19 +85,30 @@ fn for_rows(values: &mut [f32], width: usize, work: usize, f: impl Fn(usize, &mu
 }
 
 impl CpuBackend {
-    /// Products of the mixer with every token's streams, and the streams' inverse RMS.
+    /// Products of the mixer with every token's streams, each to be multiplied by its factor: the streams' inverse RMS.
+    ///
+    /// Where inputs are rounded, the streams are normed before, as in ggml, and the factors are one.
     fn mixes(
         &self,
         streams: &CpuTensor,
         weights: &HyperConnection<Self>,
         epsilon: f32,
     ) -> Result<(Vec<f32>, Vec<f32>), RunnerError> {
-        let inputs = Inputs::new(&streams.values, streams.width);
-        let mixes = self.multiply_many(&inputs, &[&weights.mixer])?.swap_remove(0);
         let mut factors = vec![0.0; streams.len()];
         for_rows(&mut factors, 1, streams.width, |token, factor| {
             factor[0] = hyper::inverse_rms(streams.row(token), epsilon);
         });
+        let mut values = Cow::Borrowed(&streams.values);
+        if self.activations == ActivationPrecision::Int8 {
+            for (row, factor) in values.to_mut().chunks_exact_mut(streams.width).zip(&mut factors) {
+                for value in row {
+                    *value *= *factor;
+                }
+                *factor = 1.0;
+            }
+        }
+        let inputs = Inputs::new(&values, streams.width);
+        let mixes = self.multiply_many(&inputs, &[&weights.mixer])?.swap_remove(0);
         Ok((mixes, factors))
     }
 }
@@ -204,6 +221,10 @@ impl Backend for CpuBackend {
 
     fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a CpuTensor, RunnerError> {
         match *recording {}
+    }
+
+    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<CpuTensor, RunnerError> {
+        Ok(CpuTensor::new(width, values))
     }
 
     fn zeros(&self, tokens: usize, width: usize) -> Result<CpuTensor, RunnerError> {

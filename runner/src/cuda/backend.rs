@@ -522,6 +522,12 @@ impl Backend for CudaBackend {
         Ok(&recording.result)
     }
 
+    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<CudaTensor, RunnerError> {
+        let mut tensor = self.tensor(values.len() / width, width)?;
+        self.gpu.device.write(&mut tensor.values.view_mut(), &values)?;
+        Ok(tensor)
+    }
+
     fn zeros(&self, tokens: usize, width: usize) -> Result<CudaTensor, RunnerError> {
         let mut tensor = self.tensor(tokens, width)?;
         self.gpu.device.clear(&mut tensor.values.view_mut())?;

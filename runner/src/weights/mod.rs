@@ -1,8 +1,13 @@
 //! Where weights come from: a GGUF file or an official checkpoint folder, mapped, read row by row; or nowhere, at random.
 
+mod ahead;
 mod checkpoint;
 mod gguf;
+mod memory;
 mod synthetic;
+
+pub(crate) use ahead::ReadAhead;
+pub(crate) use memory::available_bytes;
 
 pub use checkpoint::CheckpointSource;
 pub use gguf::GgufSource;
@@ -65,6 +70,18 @@ pub trait WeightSource: Send + Sync {
     /// # Errors
     /// If it is not stored as integers, or a value does not fit.
     fn read_integers(&self, tensor: usize) -> Result<Vec<i32>, RunnerError>;
+    /// Bytes of all weights, if they are mapped.
+    fn mapped_bytes(&self) -> u64 {
+        0
+    }
+    /// A tensor as it is mapped; empty where that is not in one piece.
+    fn mapped(&self, _tensor: usize) -> &[u8] {
+        &[]
+    }
+    /// Asks the system to read some bytes of [`WeightSource::mapped`], without waiting for them.
+    fn read_ahead(&self, _tensor: usize, _bytes: Range<usize>) {}
+    /// Lets the system take back the memory of a tensor; it is read again if it is used again.
+    fn release(&self, _tensor: usize) {}
 }
 
 /// Opens a GGUF file (any file of a split set) or a checkpoint folder.

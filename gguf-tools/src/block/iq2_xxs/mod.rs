@@ -7,6 +7,8 @@
 mod quantizer;
 mod search;
 
+pub(crate) use search::{ENTRIES, HALVES, MAGNITUDES, N_HALVES, N_LOW};
+
 use super::codebook::{self, Codebook, Eight};
 use super::{BadBlock, BlockFormat, Guide, RowQuantizer, grids};
 use crate::simd::Level;
@@ -14,7 +16,7 @@ use crate::simd::Level;
 /// The format's functions.
 pub(super) struct Iq2Xxs;
 
-static CODES: [u32; 256] = codebook::spread_all(&grids::IQ2_XXS);
+pub(super) static CODES: [u32; 256] = codebook::spread_all(&grids::IQ2_XXS);
 
 impl Codebook for Iq2Xxs {
     const BLOCK_BYTES: usize = 66;

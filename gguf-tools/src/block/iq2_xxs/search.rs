@@ -24,24 +24,24 @@ const SUB_BLOCK_VALUES: usize = 32;
 /// Eights of values in one sub-block, each with an entry of its own.
 const EIGHTS: usize = 4;
 /// The magnitudes behind the codes 0, 1 and 2.
-const MAGNITUDES: [f32; 3] = [8.0, 25.0, 43.0];
+pub(crate) const MAGNITUDES: [f32; 3] = [8.0, 25.0, 43.0];
 /// One number for each sub-block.
 type PerSubBlock = [f32; SUB_BLOCKS];
 
 /// Different first and second halves among the entries of the codebook.
-const N_LOW: usize = distinct(0).1;
+pub(crate) const N_LOW: usize = distinct(0).1;
 const N_HIGH: usize = distinct(8).1;
-const N_HALVES: usize = N_LOW + N_HIGH;
+pub(crate) const N_HALVES: usize = N_LOW + N_HIGH;
 /// The packed codes of every half, first halves first.
-static HALVES: [u8; N_HALVES] = halves();
+pub(crate) static HALVES: [u8; N_HALVES] = halves();
 /// Every entry as the places of its two halves in [`HALVES`].
-static ENTRIES: [Entry; 256] = entries();
+pub(crate) static ENTRIES: [Entry; 256] = entries();
 
 #[derive(Debug, Clone, Copy)]
-struct Entry {
-    low: u8,
-    high: u8,
-    number: f32,
+pub(crate) struct Entry {
+    pub(crate) low: u8,
+    pub(crate) high: u8,
+    pub(crate) number: f32,
 }
 
 /// For each byte that occurs at bit `shift` of an entry its place among them, and their count.

@@ -1,0 +1,116 @@
+//! Second moments of the inputs of a matrix.
+
+use faer::linalg::matmul::triangular::{BlockStructure, matmul};
+use faer::{Accum, MatMut, MatRef, Par};
+
+/// Rows that are multiplied together. Part of the result: it decides the order of sums, which must not depend on how inputs
+/// are handed over.
+const ROWS: usize = 256;
+
+/// Forms the mean of `x x^T` over inputs that come a few at a time.
+#[derive(Debug, Clone)]
+pub struct SecondMoments {
+    columns: usize,
+    /// Inputs that wait for others, `[at most ROWS, columns]`.
+    waiting: Vec<f32>,
+    /// `[columns, columns]`; the half on and below the diagonal, column-major.
+    sums: Vec<f32>,
+    n_rows: usize,
+    /// Sum of the weights.
+    total: f64,
+}
+
+impl SecondMoments {
+    /// No inputs yet.
+    pub fn new(columns: usize) -> Self {
+        let sums = vec![0.0; columns * columns];
+        Self { columns, waiting: Vec::with_capacity(ROWS * columns), sums, n_rows: 0, total: 0.0 }
+    }
+
+    /// Adds one input, `[columns]`, that counts `weight` times.
+    pub fn add(&mut self, input: impl Iterator<Item = f32>, weight: f32) {
+        let root = weight.sqrt();
+        let before = self.waiting.len();
+        self.waiting.extend(input.map(|x| x * root));
+        assert_eq!(self.waiting.len() - before, self.columns, "one value a column");
+        self.n_rows += 1;
+        self.total += f64::from(weight);
+        if self.waiting.len() == ROWS * self.columns {
+            self.flush();
+        }
+    }
+
+    /// Inputs so far.
+    pub fn n_rows(&self) -> usize {
+        self.n_rows
+    }
+
+    fn flush(&mut self) {
+        let n = self.columns;
+        let x = MatRef::from_row_major_slice(&self.waiting, self.waiting.len() / n, n);
+        let sums = MatMut::from_column_major_slice_mut(&mut self.sums, n, n);
+        let full = BlockStructure::Rectangular;
+        matmul(
+            sums,
+            BlockStructure::TriangularLower,
+            Accum::Add,
+            x.transpose(),
+            full,
+            x,
+            full,
+            1.0f32,
+            Par::Seq,
+        );
+        self.waiting.clear();
+    }
+
+    /// The mean, `[columns, columns]`, symmetric; all zero without inputs.
+    pub fn finish(mut self) -> Vec<f32> {
+        if !self.waiting.is_empty() {
+            self.flush();
+        }
+        let n = self.columns;
+        let factor = if self.total > 0.0 { (1.0 / self.total) as f32 } else { 0.0 };
+        for j in 0..n {
+            for i in j..n {
+                let mean = self.sums[j * n + i] * factor;
+                self.sums[j * n + i] = mean;
+                self.sums[i * n + j] = mean;
+            }
+        }
+        self.sums
+    }
+}
+
+/// `(1 - share) a + share b`, value by value.
+pub fn mixed(a: &mut [f32], b: &[f32], share: f64) {
+    let (own, other) = ((1.0 - share) as f32, share as f32);
+    a.iter_mut().zip(b).for_each(|(a, b)| *a = own * *a + other * b);
+}
+
+/// Multiplies everything off the diagonal of a `[columns, columns]` matrix by `1 - share`.
+pub fn shrunk_to_diagonal(matrix: &mut [f32], columns: usize, share: f64) {
+    let factor = (1.0 - share) as f32;
+    for (i, row) in matrix.chunks_exact_mut(columns).enumerate() {
+        for (j, value) in row.iter_mut().enumerate() {
+            if i != j {
+                *value *= factor;
+            }
+        }
+    }
+}
+
+/// `tr(X H X^T)` of rows `x` (`[rows, columns]`) under a `[columns, columns]` symmetric matrix.
+pub fn quadratic(x: &[f32], h: &[f32], columns: usize) -> f64 {
+    let h = MatRef::from_column_major_slice(h, columns, columns);
+    let mut sum = 0.0;
+    for rows in x.chunks(ROWS * columns) {
+        let n = rows.len() / columns;
+        let mut product = vec![0.0; rows.len()];
+        let to = MatMut::from_row_major_slice_mut(&mut product, n, columns);
+        let from = MatRef::from_row_major_slice(rows, n, columns);
+        faer::linalg::matmul::matmul(to, Accum::Replace, from, h, 1.0f32, Par::Seq);
+        sum += product.iter().zip(rows).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
+    }
+    sum
+}

@@ -1,0 +1,162 @@
+//! What the routed experts of one layer read, kept until their second moments are asked for.
+
+use gguf_tools::build::{ExpertMoments, MatrixInput};
+use gguf_tools::feedback::{SecondMoments, Settings, mixed, shrunk_to_diagonal};
+use half::f16;
+use half::slice::HalfFloatSliceExt;
+use runner::observe::{ExpertObservation, Observation, Observer, Site};
+
+/// Inputs that came to one expert, in the order of the tokens.
+#[derive(Debug, Clone, Default)]
+struct Expert {
+    /// Rows of [`Gathered::inputs`].
+    rows: Vec<u32>,
+    /// Mids times route weights, `[tokens, inner]`.
+    mids: Vec<f16>,
+}
+
+/// What was gathered in one layer.
+#[derive(Debug)]
+pub(super) struct Gathered {
+    layer: usize,
+    hidden: usize,
+    inner: usize,
+    /// FFN inputs of all tokens, `[tokens, hidden]`.
+    inputs: Vec<f16>,
+    /// Row of the first token of the batch.
+    base: usize,
+    experts: Vec<Expert>,
+    /// Second moments over all tokens of the layer.
+    mean_inputs: Vec<f32>,
+    /// Second moments over all mids; only where an expert has none of its own.
+    mean_mids: Option<Vec<f32>>,
+}
+
+impl Gathered {
+    pub(super) fn new(layer: usize, n_experts: usize, hidden: usize, inner: usize) -> Self {
+        Self {
+            layer,
+            hidden,
+            inner,
+            inputs: Vec::new(),
+            base: 0,
+            experts: vec![Expert::default(); n_experts],
+            mean_inputs: Vec::new(),
+            mean_mids: None,
+        }
+    }
+
+    /// Forms what all experts share.
+    pub(super) fn finish(&mut self, settings: &Settings) {
+        if self.inputs.is_empty() {
+            return;
+        }
+        let shares = self.experts.iter().map(|expert| input_share(settings, expert.rows.len()));
+        if shares.into_iter().any(|share| share > 0.0) {
+            let mut mean = SecondMoments::new(self.hidden);
+            for row in self.inputs.chunks_exact(self.hidden) {
+                mean.add(row.iter().map(|x| x.to_f32()), 1.0);
+            }
+            self.mean_inputs = mean.finish();
+        }
+        if self.experts.iter().any(|expert| expert.rows.is_empty()) {
+            let mut mean = SecondMoments::new(self.inner);
+            for row in self.experts.iter().flat_map(|expert| expert.mids.chunks_exact(self.inner)) {
+                mean.add(row.iter().map(|x| x.to_f32()), 1.0);
+            }
+            self.mean_mids = Some(mean.finish());
+        }
+    }
+
+    /// Second moments of one expert, mixed as the settings say.
+    pub(super) fn moments(&self, input: MatrixInput, expert: usize, settings: &Settings) -> ExpertMoments {
+        let expert = &self.experts[expert];
+        let n_tokens = expert.rows.len();
+        let (moments, columns) = match input {
+            MatrixInput::Ffn => (self.input_moments(expert, settings), self.hidden),
+            MatrixInput::Mid => (self.mid_moments(expert, settings), self.inner),
+        };
+        let diagonal = (0..columns).map(|i| moments[i * columns + i]).collect();
+        ExpertMoments { moments, diagonal, n_tokens }
+    }
+
+    fn input_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
+        let share = input_share(settings, expert.rows.len());
+        let mut own = SecondMoments::new(self.hidden);
+        for (&row, mid) in expert.rows.iter().zip(expert.mids.chunks_exact(self.inner)) {
+            let input = &self.inputs[row as usize * self.hidden..][..self.hidden];
+            let weight = if settings.response_power > 0.0 {
+                let energy: f64 = mid.iter().map(|x| f64::from(x.to_f32()).powi(2)).sum();
+                energy.powf(settings.response_power) as f32
+            } else {
+                1.0
+            };
+            own.add(input.iter().map(|x| x.to_f32()), weight);
+        }
+        let mut own = own.finish();
+        if share > 0.0 {
+            mixed(&mut own, &self.mean_inputs, share);
+        }
+        own
+    }
+
+    fn mid_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
+        if expert.rows.is_empty()
+            && let Some(mean) = &self.mean_mids
+        {
+            return mean.clone();
+        }
+        let mut own = SecondMoments::new(self.inner);
+        for row in expert.mids.chunks_exact(self.inner) {
+            own.add(row.iter().map(|x| x.to_f32()), 1.0);
+        }
+        let mut own = own.finish();
+        let share = settings.mid_shrinkage.max(prior_share(settings, expert.rows.len()));
+        if share > 0.0 {
+            shrunk_to_diagonal(&mut own, self.inner, share);
+        }
+        own
+    }
+}
+
+/// Share of the layer's mean in an expert's second moments of inputs: all of it for an expert that no token came to.
+fn input_share(settings: &Settings, n_tokens: usize) -> f64 {
+    if n_tokens == 0 { 1.0 } else { settings.mix.max(prior_share(settings, n_tokens)) }
+}
+
+/// Weight of what is known without an expert's own tokens.
+fn prior_share(settings: &Settings, n_tokens: usize) -> f64 {
+    let prior = settings.prior_tokens;
+    if prior > 0.0 { prior / (prior + n_tokens as f64) } else { 0.0 }
+}
+
+fn push_halves(to: &mut Vec<f16>, values: impl ExactSizeIterator<Item = f32>) {
+    let bound = f16::MAX.to_f32();
+    to.reserve(values.len());
+    let clamped: Vec<f32> = values.map(|v| v.clamp(-bound, bound)).collect();
+    let start = to.len();
+    to.resize(start + clamped.len(), f16::ZERO);
+    to[start..].convert_from_f32_slice(&clamped);
+}
+
+impl Observer for Gathered {
+    fn wants(&self, site: Site, layer: Option<usize>) -> bool {
+        layer == Some(self.layer) && matches!(site, Site::FfnInput | Site::RoutedMid)
+    }
+
+    fn rows(&mut self, observation: Observation<'_>) {
+        if observation.site == Site::FfnInput {
+            self.base = self.inputs.len() / self.hidden;
+            push_halves(&mut self.inputs, observation.values.iter().copied());
+        }
+    }
+
+    fn expert(&mut self, observation: ExpertObservation<'_>) {
+        let base = self.base;
+        let expert = &mut self.experts[observation.expert];
+        expert.rows.extend(observation.rows.iter().map(|row| (base + row) as u32));
+        for (mid, &weight) in observation.mids.chunks_exact(self.inner).zip(observation.weights) {
+            push_halves(&mut expert.mids, mid.iter().map(|v| v * weight));
+        }
+    }
+}
