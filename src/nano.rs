@@ -23,6 +23,13 @@ pub(crate) const HELD_OUT: [(&str, &str); 3] = [
     ("tables", include_str!("../test-vectors/nano/heldout/tables.txt")),
 ];
 
+/// Text for calibration, by kind: neither trained on nor held out for scoring.
+pub(crate) const CALIBRATION: [(&str, &str); 3] = [
+    ("prose", include_str!("../test-vectors/nano/calibration/prose.txt")),
+    ("code", include_str!("../test-vectors/nano/calibration/code.txt")),
+    ("tables", include_str!("../test-vectors/nano/calibration/tables.txt")),
+];
+
 /// Writes the checkpoint into a new folder.
 ///
 /// # Errors

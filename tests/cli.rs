@@ -234,7 +234,9 @@ fn requantizing_a_lossy_file_needs_to_be_allowed_but_mxfp4_is_expanded_exactly()
 #[test]
 fn quickstart_ends_with_sound_files_that_can_be_made_again() {
     let report = done(&["quickstart", "--tokens", "60"]);
-    for word in ["q2", "q4", "mxfp4", "sound", "equal", "llama.cpp", "KL"] {
+    for word in
+        ["q2", "q4", "mxfp4", "sound", "equal", "llama.cpp", "KL", "q2-imatrix", "Importance collected"]
+    {
         assert!(report.contains(word), "{word} is missing in:\n{report}");
     }
     assert!(!report.contains("BROKEN") && !report.contains("DIFFER"), "{report}");
@@ -344,7 +346,7 @@ fn a_model_does_not_diverge_from_itself() {
     std::fs::write(&path, "The capital of France is Paris. One two three four five six.").unwrap();
     let nano = nano();
     let result = json(&done(&["score", "kld", &nano, &nano, "--text", path.to_str().unwrap(), "--json"]));
-    for row in result.as_array().unwrap() {
+    for row in result["rows"].as_array().unwrap() {
         let comparison = &row["comparison"];
         assert_eq!(comparison["kl"]["mean"], 0.0, "{comparison}");
         assert_eq!(comparison["nll_difference"]["mean"], 0.0);
@@ -417,6 +419,197 @@ fn an_interrupted_bench_prints_what_it_has_measured() {
     let report = json(&text(&output.stdout));
     assert_eq!(report["rows"].as_array().unwrap().len(), n_steps);
     assert!(n_steps < 1000, "it did not stop");
+}
+
+const NANO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/test-vectors/nano/checkpoint");
+
+/// A small calibration set of generated tasks for the nano model.
+fn calibration(folder: &Path) -> String {
+    let out = folder.join("set.jsonl").to_str().unwrap().to_owned();
+    done(&["imatrix", "dataset", "-m", NANO, "-o", &out, "--tokens", "3000", "--share", "long_context=0"]);
+    out
+}
+
+#[test]
+fn a_data_set_is_the_same_for_the_same_seed_and_its_manifest_accounts_for_it() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    std::fs::write(path("own.txt"), "One paragraph about bridges.\n\nAnother with a <think> in it.\n")
+        .unwrap();
+    let chat =
+        r#"{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]}"#;
+    std::fs::write(path("chat.jsonl"), format!("{chat}\n{chat}\n{chat}\n")).unwrap();
+    std::fs::write(path("talk.txt"), "System: Be kind.\nUser: Why?\nAssistant: Because.\n").unwrap();
+    let build = |out: &str, seed: &str| {
+        let (own, chat, talk) = (path("own.txt"), path("chat.jsonl"), path("talk.txt"));
+        let own = ["--text", own.as_str(), "--chat", &chat, "--transcript", &talk, "--piece-tokens", "20"];
+        let out = path(out);
+        let arguments =
+            [&["imatrix", "dataset", "-m", NANO, "-o", &out, "--tokens", "6000", "--seed", seed][..], &own];
+        let output = run(&[&arguments.concat()[..], &["--json"]].concat());
+        assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+        assert!(text(&output.stderr).contains("spell control tokens"));
+        serde_json::from_slice::<serde_json::Value>(&output.stdout).unwrap()
+    };
+    let manifest = build("a.jsonl", "3");
+    assert_eq!(manifest, build("b.jsonl", "3"));
+    assert_eq!(std::fs::read(path("a.jsonl")).unwrap(), std::fs::read(path("b.jsonl")).unwrap());
+    assert_ne!(manifest["sha256"], build("c.jsonl", "4")["sha256"]);
+    let kinds = manifest["kinds"].as_array().unwrap();
+    let kind = |name: &str| kinds.iter().find(|k| k["kind"] == name).unwrap();
+    assert_eq!((&kind("chat")["n_texts"], &kind("chat")["n_duplicates"]), (&2.into(), &1.into()));
+    assert_eq!(kind("transcript")["n_texts"], 1);
+    let shares: f64 = kinds.iter().map(|k| k["share"].as_f64().unwrap()).sum();
+    assert!((shares - 1.0).abs() < 1e-9, "{shares}");
+    let n_lines = std::fs::read_to_string(path("a.jsonl")).unwrap().lines().count();
+    assert_eq!(manifest["n_texts"], n_lines);
+    let tokens = |key: &str| manifest[key].as_u64().unwrap();
+    assert!(tokens("n_tokens") <= 6000 && tokens("n_tokens") > 1000, "{}", tokens("n_tokens"));
+
+    let wrong = |more: &[&str], code: i32| {
+        fails(&[&["imatrix", "dataset", "-m", NANO, "-o", &path("x.jsonl")][..], more].concat(), code)
+    };
+    assert!(wrong(&["--share", "poems=1"], 1).contains("code_review"));
+    assert!(wrong(&["--share", "code_review"], 2).contains("KIND=WEIGHT"));
+    assert!(wrong(&["--chat", &path("own.txt")], 1).contains("line 1"));
+    assert!(wrong(&["--transcript", &path("own.txt")], 1).contains("`User:`"));
+    assert!(!Path::new(&path("x.jsonl")).exists());
+}
+
+#[test]
+fn a_killed_collection_goes_on_to_the_same_bytes() {
+    let folder = tempfile::tempdir().unwrap();
+    let set = calibration(folder.path());
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let collect = |out: &str| {
+        let arguments = [
+            "imatrix",
+            "collect",
+            "-m",
+            NANO,
+            "--dataset",
+            &set,
+            "-o",
+            &path(out),
+            "--save-every",
+            "1",
+            "--quiet",
+        ];
+        arguments.map(str::to_owned).to_vec()
+    };
+    let report = done(&borrowed(&collect("whole.gguf")));
+    assert!(
+        report.contains("12 entries") && report.ends_with(&format!("{}\n", path("whole.gguf"))),
+        "{report}"
+    );
+    let mut child =
+        ggsmith().args(collect("killed.gguf")).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
+    let state = path("killed.gguf.state");
+    while !Path::new(&state).exists() && child.try_wait().unwrap().is_none() {
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    child.kill().unwrap();
+    assert!(!child.wait().unwrap().success(), "the collection ended before it was killed");
+    assert!(!Path::new(&path("killed.gguf")).exists());
+    let resumed = done(&[&borrowed(&collect("killed.gguf"))[..], &["--json"]].concat());
+    let resumed: serde_json::Value = serde_json::from_str(&resumed).unwrap();
+    assert!(resumed["resumed_prompts"].as_u64().unwrap() > 0);
+    assert_eq!(std::fs::read(path("killed.gguf")).unwrap(), std::fs::read(path("whole.gguf")).unwrap());
+    assert!(!Path::new(&state).exists(), "the state is removed at the end");
+    assert!(fails(&borrowed(&collect("whole.gguf")), 1).contains("--overwrite"));
+}
+
+#[test]
+fn a_matrix_is_shown_converted_merged_and_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let set = calibration(folder.path());
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (one, legacy, sum, picture) = (path("one.gguf"), path("one.dat"), path("sum.gguf"), path("seen.svg"));
+    // Two prompts reach only some of the experts.
+    let few =
+        ["imatrix", "collect", "-m", NANO, "--dataset", &set, "-o", &one, "--max-prompts", "1", "-c", "12"];
+    let output = run(&few);
+    assert_eq!(output.status.code(), Some(0), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("warning") && text(&output.stderr).contains("--imatrix-strict"));
+    let shown = done(&["imatrix", "show", &one, "--svg", &picture]);
+    assert!(shown.contains("never reached") && shown.contains("entropy"), "{shown}");
+    assert!(std::fs::read_to_string(&picture).unwrap().contains("never reached"));
+    done(&["imatrix", "convert", &one, "-o", &legacy]);
+    assert!(fails(&["imatrix", "show", &legacy], 1).contains("pass the model"));
+    let both = [&one, &legacy].map(|file| {
+        let shown = done(&["imatrix", "show", file, "-m", NANO, "--json"]);
+        let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+        shown["layers"].as_array().unwrap().iter().map(|layer| layer["unseen"].clone()).collect::<Vec<_>>()
+    });
+    assert_eq!(both[0], both[1], "the same experts are unseen in both formats");
+    done(&["imatrix", "merge", &one, &one, "-o", &sum]);
+    let difference = done(&["imatrix", "diff", &one, &sum, "--json"]);
+    let difference: serde_json::Value = serde_json::from_str(&difference).unwrap();
+    for entry in difference["difference"]["entries"].as_array().unwrap() {
+        assert_eq!(entry["max_ratio"], 1.0, "twice the sums over twice the rows");
+    }
+    assert!(fails(&["imatrix", "merge", &one, "-o", &one, "--overwrite"], 1).contains("is an input"));
+    let quantize = |more: &[&str]| {
+        let out = path("q.gguf");
+        let arguments =
+            ["quantize", "--hf", NANO, "--out", &out, "--quiet", "--overwrite", "--imatrix", &one];
+        run(&[&arguments[..], more].concat())
+    };
+    let strict = quantize(&["--imatrix-strict"]);
+    assert_eq!(strict.status.code(), Some(1));
+    assert!(text(&strict.stderr).contains("never reached by the calibration"));
+    let lenient = quantize(&[]);
+    assert_eq!(lenient.status.code(), Some(0));
+    assert!(text(&lenient.stdout).contains("quantized without importance of their own"));
+}
+
+#[test]
+fn a_trace_is_recorded_and_replayed() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let (trace, picture) = (path("trace.jsonl"), path("hits.svg"));
+    done(&[
+        "run",
+        "-m",
+        NANO,
+        "-p",
+        "def f(x):",
+        "--raw",
+        "-n",
+        "9",
+        "--temp",
+        "0",
+        "--trace-experts",
+        &trace,
+    ]);
+    let lines = std::fs::read_to_string(&trace).unwrap();
+    let visits: Vec<serde_json::Value> =
+        lines.lines().skip(1).map(|l| serde_json::from_str(l).unwrap()).collect();
+    let decoded = visits.iter().filter(|v| v["phase"] == "decode").count();
+    assert_eq!(decoded, 8 * 4, "eight decoded tokens in four layers");
+    let replay = |more: &[&str]| {
+        let replayed =
+            done(&[&["trace", "replay", &trace, "--slots", "4,16,64", "--json"][..], more].concat());
+        serde_json::from_str::<serde_json::Value>(&replayed).unwrap()
+    };
+    let all = replay(&["--svg", &picture]);
+    assert_eq!(all["uses_counted"], visits.len() * 4);
+    let of = |name: &str, slots: u64| {
+        let outcomes = all["outcomes"].as_array().unwrap();
+        outcomes.iter().find(|o| o["name"] == name && o["slots"] == slots).unwrap()["hits"].as_u64().unwrap()
+    };
+    for slots in [4, 16, 64] {
+        assert!(of("LRU", slots) <= of("oracle (Belady)", slots), "{slots}");
+    }
+    let distinct = all["distinct_experts"].as_u64().unwrap();
+    assert_eq!(of("LRU", 64), all["uses_counted"].as_u64().unwrap() - distinct);
+    assert_eq!(replay(&["--decode-only"])["uses_counted"], 8 * 4 * 4);
+    assert!(std::fs::read_to_string(&picture).unwrap().contains("decayed frequency"));
+    assert!(fails(&["trace", "replay", &trace, "--slots", "3"], 1).contains("4 experts at once"));
+    std::fs::write(&trace, lines.replace("\"layer\":2", "\"layer\":9")).unwrap();
+    assert!(fails(&["trace", "replay", &trace, "--slots", "16"], 1).contains("layer 9, but the model has 4"));
+    std::fs::write(&trace, &lines[..lines.len() / 2]).unwrap();
+    assert!(fails(&["trace", "replay", &trace, "--slots", "16"], 1).contains("line "));
 }
 
 #[test]

@@ -273,7 +273,7 @@ fn entry(key: &str, value: &Value) -> MetadataEntry {
 }
 
 /// A value as text; long lists end in how many elements there are, long texts in how many bytes.
-fn shown(value: &Value) -> String {
+pub(crate) fn shown(value: &Value) -> String {
     match value {
         Value::String(text) => shown_text(text),
         Value::Array(list) => shown_list(list),

@@ -267,3 +267,52 @@ fn every_recipe_can_be_made_again_byte_for_byte_and_mxfp4_is_lossless() {
         }
     }
 }
+
+#[test]
+fn parts_built_apart_merge_to_the_bytes_of_the_whole() {
+    use gguf_tools::plan::PlanPart;
+    use gguf_tools::rewrite::{merge, open_parts, parse_layer_parts, shard_name, write_files};
+    let setting = Setting::new();
+    setting.build("q2", "whole.gguf", &Silent).unwrap();
+    let whole = std::fs::read(setting.path("whole.gguf")).unwrap();
+    let plan = setting.plan("q2");
+    let make = |part: PlanPart, out: &Path| {
+        let part = plan.part(part).unwrap();
+        let report = build(&part, &setting.source, &NoImportance, out, OPTIONS, &Silent).unwrap();
+        assert_eq!(report.file_bytes, part.file_bytes());
+    };
+    let merged = |given: &[PathBuf], name: &str| {
+        let parts = open_parts(given).unwrap();
+        let file = merge(&parts, &setting.path(name)).unwrap();
+        write_files(&[file], given, Default::default(), &Silent).unwrap();
+        std::fs::read(setting.path(name)).unwrap()
+    };
+    for n_shards in [1, 2, 3, 7] {
+        let names: Vec<_> = (0..n_shards).map(|i| shard_name(&setting.path("s"), i, n_shards)).collect();
+        for (index, name) in names.iter().enumerate().rev() {
+            make(PlanPart::Shard { index, n_shards }, name);
+        }
+        let out = format!("merged-{n_shards}.gguf");
+        assert!(merged(&names[n_shards - 1..], &out) == whole, "{n_shards} shards");
+    }
+    let names = [setting.path("m-Layers00-01.gguf"), setting.path("m-Layers-02-output.gguf")];
+    for (part, name) in parse_layer_parts("0:1,2:output").unwrap().into_iter().zip(&names) {
+        make(PlanPart::Layers(part), name);
+    }
+    assert!(merged(&names[..1], "layers.gguf") == whole);
+    // Shards of different recipes are no set.
+    let foreign = setting.plan("q4").part(PlanPart::Shard { index: 1, n_shards: 2 }).unwrap();
+    let name = shard_name(&setting.path("s"), 1, 2);
+    let overwrite = BuildOptions { overwrite: true, ..OPTIONS };
+    build(&foreign, &setting.source, &NoImportance, &name, overwrite, &Silent).unwrap();
+    let refused = Gguf::open(&name).unwrap_err().to_string();
+    assert!(refused.contains("different plans"), "{refused}");
+    assert!(
+        plan.part(PlanPart::Shard { index: 0, n_shards: 1000 })
+            .unwrap_err()
+            .to_string()
+            .contains("number of tensors")
+    );
+    let beyond = parse_layer_parts("2:9").unwrap()[0];
+    assert!(plan.part(PlanPart::Layers(beyond)).unwrap_err().to_string().contains("layers 0 to 2"));
+}

@@ -226,3 +226,40 @@ fn keys_keep_their_order_and_are_replaced_in_place() {
     assert_eq!(metadata.get("b").and_then(Value::as_str), Some("two"));
     assert_eq!((metadata.get("a"), metadata.len()), (None, 3));
 }
+
+/// A reader that counts what is taken from it.
+struct Counted<'a>(&'a [u8], usize);
+
+impl std::io::Read for Counted<'_> {
+    fn read(&mut self, buffer: &mut [u8]) -> std::io::Result<usize> {
+        let n = std::io::Read::read(&mut self.0, buffer)?;
+        self.1 += n;
+        Ok(n)
+    }
+}
+
+#[test]
+fn a_header_is_read_from_a_stream_without_the_data_behind_it() {
+    let header = |n_keys: usize| {
+        let keys = (0..n_keys).map(|i| (format!("key.{i}"), RawValue::String("x".repeat(1000))));
+        GgufBytes { keys: keys.collect(), ..GgufBytes::default() }.make().bytes
+    };
+    for n_keys in [0, 300] {
+        let start = header(n_keys);
+        let mut file = start.clone();
+        file.resize(8 << 20, 0);
+        let mut counted = Counted(&file, 0);
+        let read = gguf_tools::gguf::read_header(&mut counted, Path::new("m.gguf")).unwrap();
+        let parsed = parse_header(&read, Path::new("m.gguf")).unwrap();
+        assert_eq!(parsed, parse_header(&file, Path::new("m.gguf")).unwrap());
+        assert_eq!(counted.1, read.len());
+        assert!(read.len() <= (4 * start.len()).max(64 << 10), "{} for {}", read.len(), start.len());
+        // Cut anywhere, it is an error and not a wait for more.
+        let cut = gguf_tools::gguf::read_header(&mut &start[..20], Path::new("m.gguf"));
+        assert!(cut.is_err());
+    }
+    let page = vec![b'<'; 1 << 20];
+    let mut counted = Counted(&page, 0);
+    assert!(gguf_tools::gguf::read_header(&mut counted, Path::new("m.gguf")).is_err());
+    assert_eq!(counted.1, 64 << 10, "little is read of a file that is no GGUF");
+}

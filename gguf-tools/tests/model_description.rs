@@ -1,7 +1,5 @@
 //! Configurations and metadata: the two releases, what is refused and with which words.
 
-use gguf_tools::account::{AccountError, bytes_per_token};
-use gguf_tools::block::BlockType;
 use gguf_tools::checkpoint::{Checkpoint, tokenizer};
 use gguf_tools::gguf::{Metadata, Value};
 use gguf_tools::model::{Family, HyperParameters, ModelError, SourceRole, TensorTable};
@@ -330,37 +328,4 @@ fn metadata_is_what_llama_cpp_writes_plus_what_ds4_needs() {
     assert!(compared > 40, "{compared}");
     let more: Vec<&str> = ours.iter().map(|(key, _)| key).collect();
     assert_eq!(more, ["deepseek4.vocab_size"]);
-}
-
-#[test]
-fn a_token_of_flash_reads_the_bytes_that_were_worked_out_by_hand() {
-    let model = HyperParameters::from_config(&flash()).unwrap();
-    let stored = |family: Family| match family {
-        Family::RoutedGate | Family::RoutedUp => BlockType::Iq2Xxs,
-        Family::RoutedDown => BlockType::Q2K,
-        Family::Attention | Family::SharedExpert | Family::Output => BlockType::Q8_0,
-        Family::Norm => BlockType::F32,
-        Family::RoutingTable => BlockType::I32,
-        _ => BlockType::F16,
-    };
-    let table = TensorTable::new(&model);
-    let headers =
-        || table.specs().iter().map(|spec| (spec, stored(spec.family).row_bytes(spec.n_values()).unwrap()));
-    let bytes = bytes_per_token(headers().map(|(spec, n)| (spec.gguf_name.as_str(), n)), &model).unwrap();
-    assert_eq!(bytes.routed, 1_826_095_104, "6 of 256 experts in 43 layers");
-    assert_eq!(bytes.looked_up, 8_192 + 72, "an F16 row of 4096 and 6 experts in 3 layers");
-    let expected = 9_559_077_284_u64;
-    assert!(bytes.total().abs_diff(expected) < expected / 10_000, "{bytes:?}");
-    // The same weights under their official names, an expert at a time, with scales and a drafting layer.
-    let mut official = vec![("mtp.0.head.weight".to_owned(), 1 << 40)];
-    for (spec, n) in headers() {
-        let part = n / spec.sources.len() as u64;
-        official.extend(spec.sources.iter().map(|source| (source.clone(), part)));
-    }
-    let with_scale = ("layers.3.attn.wkv.scale".to_owned(), 1000);
-    let official: Vec<_> = official.into_iter().chain([with_scale]).collect();
-    let names = || official.iter().map(|(name, n)| (name.as_str(), *n));
-    assert_eq!(bytes_per_token(names(), &model).unwrap().total(), bytes.total() + 1000);
-    let unknown = bytes_per_token(names().chain([("blk.0.surprise.weight", 1)]), &model);
-    assert!(matches!(unknown, Err(AccountError::UnknownTensor { name }) if name == "blk.0.surprise.weight"));
 }

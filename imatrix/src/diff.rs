@@ -12,6 +12,8 @@ pub struct EntryDifference {
     pub name: String,
     /// Cosine of the two rows of means; `None` if no matrix is seen in both or the shapes differ.
     pub cosine: Option<f64>,
+    /// Sum of the first row of means over that of the second.
+    pub mean_ratio: Option<f64>,
     /// Largest ratio of two means, either way round, among columns where both are above 0.
     pub max_ratio: Option<f64>,
     /// Columns that are 0 in one file and not in the other.
@@ -56,6 +58,7 @@ fn compare(first: &Entry, second: &Entry) -> EntryDifference {
     let mut result = EntryDifference {
         name: first.name.clone(),
         cosine: None,
+        mean_ratio: None,
         max_ratio: None,
         n_zero_in_one: 0,
         seen_only_in_first: 0,
@@ -69,10 +72,13 @@ fn compare(first: &Entry, second: &Entry) -> EntryDifference {
     }
     let width = first.n_columns.or(second.n_columns).unwrap_or(first.n_values).max(1);
     let (mut dot, mut squares_first, mut squares_second) = (0.0, 0.0, 0.0);
+    let (mut sum_first, mut sum_second) = (0.0, 0.0);
     for expert_index in 0..first.n_values / width {
         match (first.state(expert_index, width), second.state(expert_index, width)) {
             (State::Seen(a), State::Seen(b)) => {
                 for (a, b) in a.into_iter().map(f64::from).zip(b.into_iter().map(f64::from)) {
+                    sum_first += a;
+                    sum_second += b;
                     dot += a * b;
                     squares_first += a * a;
                     squares_second += b * b;
@@ -90,6 +96,7 @@ fn compare(first: &Entry, second: &Entry) -> EntryDifference {
         }
     }
     if squares_first > 0.0 && squares_second > 0.0 {
+        result.mean_ratio = Some(sum_first / sum_second);
         result.cosine = Some((dot / (squares_first * squares_second).sqrt()).min(1.0));
     }
     result

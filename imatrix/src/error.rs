@@ -119,6 +119,19 @@ pub enum ImatrixError {
         /// The file's name.
         file_name: String,
     },
+    /// The number of experts is not stored.
+    #[error(
+        "entry `{entry}` of `{file_name}` has {n_values} values and does not say for how many experts; pass the model \
+         that it was collected from"
+    )]
+    ExpertsNeeded {
+        /// The entry.
+        entry: String,
+        /// The file's name.
+        file_name: String,
+        /// Its values.
+        n_values: usize,
+    },
     /// The output exists.
     #[error("`{}` exists; pass `--overwrite` to replace it", path.display())]
     Exists {

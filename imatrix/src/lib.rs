@@ -1,11 +1,14 @@
-//! Importance matrix files: reading, checking, coverage of a plan, merging, converting and comparing.
+//! Importance matrices: collecting them ([`collect`]) from calibration texts ([`dataset`]), and their files: reading,
+//! checking, coverage of a plan, merging, converting and comparing.
 //!
 //! For a matrix multiplied with input rows `a`, the importance of input column `c` is the mean of `a_c^2`.
 //! [`Imatrix::open`] reads llama.cpp's GGUF form and the legacy `.dat` form in all its generations, told apart by
 //! their bytes. Only headers stay in memory: values are checked once on opening and read again when asked for.
 
 pub mod calibrate;
+pub mod collect;
 mod coverage;
+pub mod dataset;
 mod diff;
 mod entry;
 mod error;
@@ -13,6 +16,7 @@ mod gguf_file;
 mod legacy;
 mod lookup;
 mod merge;
+pub mod routing;
 mod write;
 
 use std::collections::HashMap;

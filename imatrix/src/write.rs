@@ -125,7 +125,7 @@ impl Imatrix {
     }
 }
 
-fn write_atomically(
+pub(crate) fn write_atomically(
     path: &Path,
     overwrite: bool,
     contents: impl FnOnce(&mut dyn Write) -> Result<(), ImatrixError>,

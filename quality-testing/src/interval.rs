@@ -2,7 +2,7 @@
 
 use rand_core::{Rng as _, SeedableRng as _};
 use rand_pcg::Pcg64;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 /// Neighbouring positions share context, so they are drawn together: this many at a time.
 const BLOCK_POSITIONS: usize = 64;
@@ -11,7 +11,7 @@ const BLOCK_POSITIONS: usize = 64;
 const RESAMPLES: usize = 1000;
 
 /// A mean with its 95 % interval.
-#[derive(Debug, Clone, Copy, PartialEq, Serialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct Interval {
     /// The mean of all positions.
     pub mean: f64,
@@ -27,12 +27,23 @@ impl Interval {
     ///
     /// Give it per-position *differences* to compare two files: pairing takes the difficulty of the text out.
     pub fn of(values: &[f64]) -> Self {
-        if values.is_empty() {
-            return Self { mean: 0.0, low: 0.0, high: 0.0 };
-        }
-        let mean = values.iter().sum::<f64>() / values.len() as f64;
         let blocks: Vec<(f64, usize)> =
             values.chunks(BLOCK_POSITIONS).map(|block| (block.iter().sum(), block.len())).collect();
+        let mut interval = Self::of_clusters(&blocks);
+        if !values.is_empty() {
+            interval.mean = values.iter().sum::<f64>() / values.len() as f64;
+        }
+        interval
+    }
+
+    /// The mean of values that belong together in clusters of any size, each given as (sum, number of values), with the interval
+    /// of a bootstrap over whole clusters, as [`Interval::of`].
+    pub fn of_clusters(blocks: &[(f64, usize)]) -> Self {
+        let n_values: usize = blocks.iter().map(|block| block.1).sum();
+        if n_values == 0 {
+            return Self { mean: 0.0, low: 0.0, high: 0.0 };
+        }
+        let mean = blocks.iter().map(|block| block.0).sum::<f64>() / n_values as f64;
         let mut random = Pcg64::seed_from_u64(0);
         let mut means: Vec<f64> = (0..RESAMPLES)
             .map(|_| {
@@ -41,7 +52,7 @@ impl Interval {
                     let (sum, n) = blocks[(random.next_u64() % blocks.len() as u64) as usize];
                     total = (total.0 + sum, total.1 + n);
                 }
-                total.0 / total.1 as f64
+                total.0 / total.1.max(1) as f64
             })
             .collect();
         means.sort_by(f64::total_cmp);

@@ -29,12 +29,12 @@ fn decode(criterion: &mut Criterion) {
         });
         let mut session = model.session();
         session.prefill(&prompt).expect("the prompt fits");
-        let start = session.snapshot();
+        let start = session.snapshot().unwrap();
         const STEPS: u32 = 16;
         group.throughput(Throughput::Elements(u64::from(STEPS)));
         group.bench_function("decode at 256 tokens", |bencher| {
             bencher.iter(|| {
-                session.restore(&start);
+                session.restore(&start).unwrap();
                 for token in 0..STEPS {
                     session.decode(token).expect("the token fits");
                 }

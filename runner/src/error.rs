@@ -7,15 +7,25 @@ use gguf_tools::checkpoint::CheckpointError;
 use gguf_tools::gguf::GgufError;
 use gguf_tools::model::ModelError;
 
+use crate::cuda::CudaError;
 use crate::observe::Site;
 
 /// Why the runner refused to load or to compute.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum RunnerError {
+    /// A synthetic model cannot give what was asked for.
+    #[error("the synthetic model: {problem}")]
+    Synthetic {
+        /// What, and why.
+        problem: String,
+    },
     /// The GGUF file cannot be read.
     #[error("cannot read the model")]
     Gguf(#[from] GgufError),
+    /// The CUDA device cannot be used.
+    #[error("cannot compute on the CUDA device")]
+    Cuda(#[from] CudaError),
     /// The checkpoint folder cannot be read.
     #[error("cannot read the checkpoint")]
     Checkpoint(#[from] CheckpointError),

@@ -25,7 +25,7 @@ use crate::observe::{
 };
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    Numerics, Piece, Rope, RouterRule, Selection,
+    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap, SublayerInput,
 };
 
 /// Tokens that go through the layers together, of one or several sequences.
@@ -76,6 +76,8 @@ impl Batch {
 /// Directions that are taken out of activations on the way.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Steering {
+    /// What reports call it: tells it from any other direction and scale.
+    pub name: String,
     /// For each layer a direction `[D]`, or an empty one for none.
     pub directions: Vec<Vec<f32>>,
     /// How much of it is taken out of the attention output; 0 = nothing.
@@ -84,23 +86,56 @@ pub struct Steering {
     pub ffn_scale: f32,
 }
 
+impl Steering {
+    /// Whether it changes anything.
+    pub fn acts(&self) -> bool {
+        (self.attention_scale != 0.0 || self.ffn_scale != 0.0)
+            && self.directions.iter().any(|d| !d.is_empty())
+    }
+}
+
+/// [`Steering`] where the backend reads it.
+pub struct Directions<B: Backend> {
+    /// For each layer a direction `[D]`, or none.
+    pub(crate) by_layer: Vec<Option<B::Vector>>,
+    /// See [`Steering::attention_scale`].
+    pub(crate) attention_scale: f32,
+    /// See [`Steering::ffn_scale`].
+    pub(crate) ffn_scale: f32,
+}
+
+impl<B: Backend> Directions<B> {
+    /// Makes directions usable on a backend.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn new(backend: &B, steering: &Steering) -> Result<Self, RunnerError> {
+        let direction = |d: &Vec<f32>| (!d.is_empty()).then(|| backend.vector(d.clone())).transpose();
+        Ok(Self {
+            by_layer: steering.directions.iter().map(direction).collect::<Result<_, _>>()?,
+            attention_scale: steering.attention_scale,
+            ffn_scale: steering.ffn_scale,
+        })
+    }
+}
+
 /// How one pass is to be run.
-pub struct Pass<'a> {
+pub struct Pass<'a, B: Backend> {
     /// Rounding of activations.
     pub numerics: Numerics,
     /// Tokens whose queries are held at once.
     pub attention_tokens: usize,
     /// Whether results are looked through for NaN and infinities.
     pub check_finite: bool,
-    /// Directions to take out.
-    pub steering: Option<&'a Steering>,
+    /// Directions to take out, one set after the other.
+    pub steering: &'a [Directions<B>],
     /// Who looks on.
     pub observer: &'a mut dyn Observer,
 }
 
-impl Pass<'_> {
+impl<B: Backend> Pass<'_, B> {
     /// Shows a result to the observer, and checks it.
-    fn see<B: Backend>(
+    fn see(
         &mut self,
         backend: &B,
         site: Site,
@@ -109,26 +144,34 @@ impl Pass<'_> {
         tensor: &B::Tensor,
     ) -> Result<(), RunnerError> {
         if self.check_finite
-            && let Some((row, value_index, found)) = backend.first_not_finite(tensor)
+            && let Some((row, value_index, found)) = backend.first_not_finite(tensor)?
         {
             let place = layer.map_or_else(|| "behind the layers".into(), |n| format!("of layer {n}"));
             let position = places[row].position;
             return Err(RunnerError::NotFinite { site, place, position, value_index, found });
         }
         if self.observer.wants(site, layer) {
-            let values = backend.read(tensor);
+            let values = backend.read(tensor)?;
             self.observer.rows(Observation { site, layer, tokens: places, values: &values });
         }
         Ok(())
     }
 
-    fn steer<B: Backend>(&self, backend: &B, layer: usize, scale: fn(&Steering) -> f32, y: &mut B::Tensor) {
-        if let Some(steering) = self.steering
-            && let Some(direction) = steering.directions.get(layer).filter(|d| !d.is_empty())
-            && scale(steering) != 0.0
-        {
-            backend.project_out(y, direction, scale(steering));
+    fn steer(
+        &self,
+        backend: &B,
+        layer: usize,
+        scale: fn(&Directions<B>) -> f32,
+        y: &mut B::Tensor,
+    ) -> Result<(), RunnerError> {
+        for steering in self.steering {
+            if let Some(Some(direction)) = steering.by_layer.get(layer)
+                && scale(steering) != 0.0
+            {
+                backend.project_out(y, direction, scale(steering))?;
+            }
         }
+        Ok(())
     }
 }
 
@@ -168,16 +211,16 @@ pub(crate) struct AttentionWeights<B: Backend> {
     pub(crate) output_b: B::Matrix,
     pub(crate) compressor: Option<CompressorWeights<B>>,
     pub(crate) indexer: Option<IndexerWeights<B>>,
-    pub(crate) rope: Arc<Rope>,
+    pub(crate) rope: Arc<B::Rope>,
 }
 
 /// Router and experts of one layer, (4.7).
 pub(crate) struct FfnWeights<B: Backend> {
     /// `[E, D]`.
     pub(crate) router: B::Matrix,
-    pub(crate) rule: RouterRule,
-    /// Each `[E]` of `[F, D]`, `[F, D]`, `[D, F]`.
-    pub(crate) experts: GatedFfn<Vec<B::Matrix>>,
+    pub(crate) rule: B::RouterRule,
+    /// `E` of `[F, D]`, `[F, D]`, `[D, F]`.
+    pub(crate) experts: B::Experts,
     pub(crate) shared: GatedFfn<B::Matrix>,
 }
 
@@ -239,89 +282,100 @@ impl<B: Backend> Network<B> {
     ///
     /// # Errors
     /// If the embedding cannot be read.
-    pub fn embed(&self, backend: &B, batch: &Batch) -> Result<B::Tensor, RunnerError> {
-        backend.embed(&self.embedding, &batch.tokens, self.hyper_parameters.hc_mult as usize)
+    pub fn embed(&self, backend: &B, places: RowPlaces<'_, B>) -> Result<B::Tensor, RunnerError> {
+        backend.embed(&self.embedding, places, self.hyper_parameters.hc_mult as usize)
     }
 
     /// (4.2) One layer over the batch. `streams`: `[T, M * D]`, changed in place.
-    /// `caches`: this layer's cache of every sequence, read and continued.
+    /// `on_device`: tokens and positions of the batch; `caches`: this layer's cache of every sequence, read and continued.
     ///
     /// # Errors
     /// If weights cannot be read, or a result is not finite and [`Pass::check_finite`] is set.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     pub fn layer(
         &self,
         backend: &B,
         index: usize,
         streams: &mut B::Tensor,
         batch: &Batch,
+        on_device: &B::Places,
         caches: &mut [B::Cache],
-        pass: &mut Pass<'_>,
+        pass: &mut Pass<'_, B>,
     ) -> Result<(), RunnerError> {
         let b = backend;
         let layer = &self.layers[index];
         let (at, places) = (Some(index), &batch.places[..]);
-        let epsilon = self.hyper_parameters.rms_norm_eps;
 
         // x [T, D], post [T, M], comb [T, M, M]
-        let (x, mix) = b.hc_pre(streams, &layer.attention_mix, self.hyper_constants())?;
-        pass.see(b, Site::AttentionCollapsed, at, places, &x)?;
+        let SublayerInput { merged, normed: x, mix } =
+            b.hc_pre(streams, &layer.attention_mix, self.hyper_constants(), &layer.attention_norm)?;
+        pass.see(b, Site::AttentionCollapsed, at, places, &merged)?;
         pass.see(b, Site::AttentionPost, at, places, &mix.post)?;
         pass.see(b, Site::AttentionComb, at, places, &mix.comb)?;
-        let x = b.rms_norm(&x, &layer.attention_norm, epsilon);
         pass.see(b, Site::AttentionInput, at, places, &x)?;
-        let mut y = self.attention(b, index, &x, batch, caches, pass)?;
-        pass.steer(b, index, |s| s.attention_scale, &mut y);
+        let row_places = RowPlaces { batch: on_device, rows: 0..batch.tokens.len() };
+        let mut y = self.attention(b, index, &x, batch, &row_places, caches, pass)?;
+        pass.steer(b, index, |s| s.attention_scale, &mut y)?;
         pass.see(b, Site::AttentionOutput, at, places, &y)?;
-        b.hc_post(streams, &y, &mix);
+        b.hc_post(streams, &y, &mix)?;
 
-        let (x, mix) = b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants())?;
-        pass.see(b, Site::FfnCollapsed, at, places, &x)?;
+        let SublayerInput { merged, normed: x, mix } =
+            b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants(), &layer.ffn_norm)?;
+        pass.see(b, Site::FfnCollapsed, at, places, &merged)?;
         pass.see(b, Site::FfnPost, at, places, &mix.post)?;
         pass.see(b, Site::FfnComb, at, places, &mix.comb)?;
-        let x = b.rms_norm(&x, &layer.ffn_norm, epsilon);
         pass.see(b, Site::FfnInput, at, places, &x)?;
-        let mut y = self.ffn(b, index, &x, batch, pass)?;
-        pass.steer(b, index, |s| s.ffn_scale, &mut y);
+        let mut y = self.ffn(b, index, &x, batch, &row_places, pass)?;
+        pass.steer(b, index, |s| s.ffn_scale, &mut y)?;
         pass.see(b, Site::FfnOutput, at, places, &y)?;
-        b.hc_post(streams, &y, &mix);
+        b.hc_post(streams, &y, &mix)?;
         pass.see(b, Site::Streams, at, places, streams)
     }
 
     /// (4.4) Attention over the whole batch, `pass.attention_tokens` at a time, in order. `x`, result: `[T, D]`.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     fn attention(
         &self,
         b: &B,
         index: usize,
         x: &B::Tensor,
         batch: &Batch,
+        row_places: &RowPlaces<'_, B>,
         caches: &mut [B::Cache],
-        pass: &mut Pass<'_>,
+        pass: &mut Pass<'_, B>,
     ) -> Result<B::Tensor, RunnerError> {
         let n_tokens = batch.tokens.len();
         let step = pass.attention_tokens.max(1);
-        let mut y = b.zeros(n_tokens, self.hyper_parameters.hidden_size as usize);
+        if n_tokens <= step {
+            return self.attention_part(b, index, x, batch, row_places, caches, pass);
+        }
+        let mut y = b.zeros(n_tokens, self.hyper_parameters.hidden_size as usize)?;
         for first in (0..n_tokens).step_by(step) {
             let rows = first..n_tokens.min(first + step);
             let part = batch.part(&rows);
-            let part_y = self.attention_part(b, index, &b.rows(x, rows), &part, caches, pass)?;
-            b.put_rows(&mut y, first, &part_y);
+            let part_places = row_places.part(&rows);
+            let part_x = b.rows(x, rows)?;
+            let part_y = self.attention_part(b, index, &part_x, &part, &part_places, caches, pass)?;
+            b.put_rows(&mut y, first, &part_y)?;
         }
         Ok(y)
     }
 
     /// (4.4 to 4.6) Attention of tokens whose predecessors are in the caches. `x`, result: `[C, D]`.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
     fn attention_part(
         &self,
         b: &B,
         index: usize,
         x: &B::Tensor,
         part: &Batch,
+        row_places: &RowPlaces<'_, B>,
         caches: &mut [B::Cache],
-        pass: &mut Pass<'_>,
+        pass: &mut Pass<'_, B>,
     ) -> Result<B::Tensor, RunnerError> {
         let h = &self.hyper_parameters;
         let a = &self.layers[index].attention;
-        let (at, places, positions) = (Some(index), &part.places[..], &part.positions[..]);
+        let (at, places) = (Some(index), &part.places[..]);
         let (head_dim, epsilon) = (h.head_dim as usize, h.rms_norm_eps);
 
         // Everything that reads x, in one call.
@@ -333,54 +387,72 @@ impl<B: Backend> Network<B> {
         let mut products = b.linear_many(x, &matrices)?.into_iter();
         let mut next = || products.next().expect("one product for each matrix");
 
-        // (4.4.1) qr [C, q_lora]; (4.4.3) kv [C, d], key and value of all heads
-        let qr = b.rms_norm(&next(), &a.q_norm, epsilon);
-        pass.see(b, Site::QueryLora, at, places, &qr)?;
-        let mut kv = b.rms_norm(&next(), &a.kv_norm, epsilon);
-        pass.see(b, Site::KeyValueNorm, at, places, &kv)?;
-        b.kv_finish(&mut kv, &a.rope, positions, pass.numerics);
-        pass.see(b, Site::WindowRow, at, places, &kv)?;
+        let (query, key_value) = (next(), next());
         let compressor = a.compressor.as_ref().map(|c| (&c.rest, next(), next()));
         let indexer = a.indexer.as_ref().map(|i| (&i.compressor.rest, next(), next(), next()));
 
-        // (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
+        // (4.4.3) kv [C, d], key and value of all heads; (4.5) compressed rows
+        b.beside(&mut || {
+            let mut kv = b.rms_norm(&key_value, &a.kv_norm, epsilon)?;
+            pass.see(b, Site::KeyValueNorm, at, places, &kv)?;
+            b.kv_finish(&mut kv, &a.rope, row_places.clone(), pass.numerics)?;
+            pass.see(b, Site::WindowRow, at, places, &kv)?;
+            // (5.1) A row is in the window before its own query attends to it, and so is a row that it completes.
+            for piece in &part.pieces {
+                let cache = &mut caches[piece.sequence];
+                let on_device = row_places.part(&piece.rows);
+                b.append_window(cache, &kv, piece, on_device.clone())?;
+                let mut compress = |target, rest, values, gates| {
+                    let at = on_device.clone();
+                    let numerics = pass.numerics;
+                    b.compress(cache, target, values, gates, piece, at, rest, &a.rope, epsilon, numerics)
+                };
+                if let Some((rest, values, gates)) = &compressor {
+                    compress(CompressedRows::Attention, rest, values, gates)?;
+                }
+                if let Some((rest, values, gates, _)) = &indexer {
+                    compress(CompressedRows::Indexer, rest, values, gates)?;
+                }
+            }
+            Ok(())
+        })?;
+
+        // (4.4.1) qr [C, q_lora]; (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
+        let qr = b.rms_norm(&query, &a.q_norm, epsilon)?;
+        pass.see(b, Site::QueryLora, at, places, &qr)?;
         let mut matrices = vec![&a.q_b];
         matrices.extend(a.indexer.iter().map(|i| &i.queries));
         let mut products = b.linear_many(&qr, &matrices)?.into_iter();
         let mut q = products.next().expect("one product for each matrix");
-        b.q_finish(&mut q, head_dim, epsilon, &a.rope, positions);
-        let index_q = products.next().map(|mut q| {
-            b.index_finish(&mut q, h.index_head_dim as usize, &a.rope, positions, pass.numerics);
-            q
-        });
+        b.q_finish(&mut q, head_dim, epsilon, &a.rope, row_places.clone())?;
+        let mut index_q = products.next();
+        if let Some(q) = &mut index_q {
+            let width = h.index_head_dim as usize;
+            b.index_finish(q, width, &a.rope, row_places.clone(), pass.numerics)?;
+        }
+        b.together()?;
 
-        let mut o = b.zeros(places.len(), h.num_attention_heads as usize * head_dim);
+        let mut o = b.room(places.len(), h.num_attention_heads as usize * head_dim)?;
         for piece in &part.pieces {
             let cache = &mut caches[piece.sequence];
-            // (5.1) The current row is in the window before it is attended to, and a row that it completes too.
-            b.append_window(cache, &kv, piece);
-            let mut selection = Selection::None;
-            if let Some((rest, values, gates)) = &compressor {
-                let target = CompressedRows::Attention;
-                b.compress(cache, target, values, gates, piece, rest, &a.rope, epsilon, pass.numerics);
-                selection = Selection::Visible;
-            }
-            if let (Some((rest, values, gates, head_weights)), Some(index_q)) = (&indexer, &index_q) {
-                let target = CompressedRows::Indexer;
-                b.compress(cache, target, values, gates, piece, rest, &a.rope, epsilon, pass.numerics);
+            let on_device = row_places.part(&piece.rows);
+            let mut selection = if compressor.is_some() { Selection::Visible } else { Selection::None };
+            if let (Some((.., head_weights)), Some(index_q)) = (&indexer, &index_q) {
                 let wanted = pass.observer.wants(Site::IndexScores, at);
-                let top_k = h.index_topk as usize;
-                let indexed = b.index_topk(cache, index_q, head_weights, piece, top_k, wanted);
+                let (top_k, place) = (h.index_topk as usize, on_device.clone());
+                let (rows, scores) =
+                    b.index_topk(cache, index_q, head_weights, piece, place, top_k, wanted)?;
                 if wanted {
                     let tokens = &places[piece.rows.clone()];
-                    let (layer, chosen, values) = (index, &indexed.chosen[..], &indexed.scores[..]);
+                    let (layer, values) = (index, &scores[..]);
                     pass.observer.rows(Observation { site: Site::IndexScores, layer: at, tokens, values });
+                    let chosen = &b.read_chosen(&rows)?[..];
                     pass.observer.index(IndexObservation { layer, tokens, chosen });
                 }
-                selection = Selection::Rows(indexed.chosen);
+                selection = Selection::Rows(rows);
             }
             // (4.4.4 to 4.4.6)
-            b.attend(cache, &q, piece, &selection, &a.sinks, &a.rope, &mut o);
+            b.attend(cache, &q, piece, on_device, &selection, &a.sinks, &a.rope, &mut o)?;
             b.trim_window(cache);
         }
         pass.see(b, Site::HeadsOutput, at, places, &o)?;
@@ -398,18 +470,33 @@ impl<B: Backend> Network<B> {
         index: usize,
         x: &B::Tensor,
         batch: &Batch,
-        pass: &mut Pass<'_>,
+        row_places: &RowPlaces<'_, B>,
+        pass: &mut Pass<'_, B>,
     ) -> Result<B::Tensor, RunnerError> {
         let h = &self.hyper_parameters;
         let f = &self.layers[index].ffn;
         let (at, places) = (Some(index), &batch.places[..]);
 
+        // (4.7.5)
+        let mut shared = None;
+        b.beside(&mut || {
+            let tapped = pass.observer.wants(Site::SharedMid, at);
+            let observer = &mut pass.observer;
+            let mut show = |values: &[f32]| {
+                observer.rows(Observation { site: Site::SharedMid, layer: at, tokens: places, values });
+            };
+            let tap = tapped.then_some(&mut show as &mut SharedTap<'_>);
+            shared = Some(b.shared_expert(x, &f.shared, h.swiglu_limit, tap)?);
+            Ok(())
+        })?;
+
         // (4.7.1 to 4.7.3)
         let logits = linear(b, x, &f.router)?;
         pass.see(b, Site::RouterLogits, at, places, &logits)?;
         let n_used = h.num_experts_per_tok as usize;
-        let routing = b.route(&logits, &f.rule, &batch.tokens, n_used, h.routed_scaling_factor);
+        let routing = b.route(&logits, &f.rule, row_places.clone(), n_used, h.routed_scaling_factor)?;
         if pass.observer.wants(Site::RouterLogits, at) {
+            let routing = b.read_routing(&routing)?;
             let (experts, weights) = (&routing.experts[..], &routing.weights[..]);
             pass.observer.routes(RouteObservation { layer: index, tokens: places, experts, weights });
         }
@@ -424,10 +511,11 @@ impl<B: Backend> Network<B> {
         let mut y = b.routed_experts(x, &routing, &f.experts, h.swiglu_limit, tap)?;
         pass.see(b, Site::RoutedOutput, at, places, &y)?;
 
-        // (4.7.5, 4.7.6)
-        let shared = b.shared_expert(x, &f.shared, h.swiglu_limit)?;
+        // (4.7.6)
+        b.together()?;
+        let shared = shared.expect("computed above");
         pass.see(b, Site::SharedOutput, at, places, &shared)?;
-        b.add(&mut y, &shared);
+        b.add(&mut y, &shared)?;
         Ok(y)
     }
 
@@ -440,12 +528,11 @@ impl<B: Backend> Network<B> {
         backend: &B,
         streams: &B::Tensor,
         places: &[TokenPlace],
-        pass: &mut Pass<'_>,
+        pass: &mut Pass<'_, B>,
     ) -> Result<B::Tensor, RunnerError> {
         let b = backend;
-        let x = b.hc_head(streams, &self.head_mix, self.hyper_constants())?;
-        pass.see(b, Site::HeadCollapsed, None, places, &x)?;
-        let x = b.rms_norm(&x, &self.output_norm, self.hyper_parameters.rms_norm_eps);
+        let (merged, x) = b.hc_head(streams, &self.head_mix, self.hyper_constants(), &self.output_norm)?;
+        pass.see(b, Site::HeadCollapsed, None, places, &merged)?;
         pass.see(b, Site::FinalNorm, None, places, &x)?;
         let logits = linear(b, &x, &self.output)?;
         pass.see(b, Site::Logits, None, places, &logits)?;

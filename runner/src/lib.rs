@@ -1,10 +1,12 @@
-//! The DeepSeek V4 model on the CPU.
+//! The DeepSeek V4 model on the CPU and on NVIDIA GPUs.
 //!
-//! [`forward`] is the model, [`ops`] the operations it is written in, [`cpu`] their implementation.
+//! [`forward`] is the model, [`ops`] the operations it is written in, [`cpu`] and [`cuda`] their implementations.
 
 pub mod bandwidth;
 pub mod chat;
 pub mod cpu;
+pub mod cuda;
+mod engine;
 pub mod error;
 pub mod forward;
 pub mod load;
@@ -14,8 +16,9 @@ pub mod ops;
 pub mod sample;
 pub mod session;
 pub mod tokenizer;
+pub mod trace;
 pub mod weights;
 
 pub use error::RunnerError;
 pub use ops::{ActivationPrecision, Numerics};
-pub use session::{Model, Options, Session, Snapshot};
+pub use session::{Model, Options, Processor, Session, Snapshot};

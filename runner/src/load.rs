@@ -9,7 +9,7 @@ use crate::forward::{
     AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights, Layer, Network, compressed_rope,
     plain_rope,
 };
-use crate::ops::{Backend, Compressor, GatedFfn, HyperConnection, MatrixPlace, Rope, RouterRule};
+use crate::ops::{Backend, Compressor, GatedFfn, HyperConnection, MatrixPlace, RouterRule};
 use crate::weights::{FoundTensor, WeightSource, check_shape};
 
 /// Makes the model of a source usable on a backend. Matrices stay where they are until they are used.
@@ -21,8 +21,8 @@ pub fn load<B: Backend>(backend: &B, source: &Arc<dyn WeightSource>) -> Result<N
     let loader = Loader { backend, source, h: source.hyper_parameters() };
     loader.check_presence()?;
     let h = loader.h;
-    let plain = Arc::new(plain_rope(h));
-    let compressed = Arc::new(compressed_rope(h));
+    let plain = Arc::new(backend.rope(plain_rope(h))?);
+    let compressed = Arc::new(backend.rope(compressed_rope(h))?);
     let layers = (0..h.num_hidden_layers as u32)
         .map(|layer| loader.layer(layer, if h.compress_ratio(layer) == 0 { &plain } else { &compressed }))
         .collect::<Result<_, _>>()?;
@@ -78,11 +78,11 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn matrix(&self, name: &str) -> Result<B::Matrix, RunnerError> {
-        Ok(self.matrices(name, 1)?.swap_remove(0))
+        self.backend.matrix(self.source, self.places(name, 1)?[0])
     }
 
-    /// A stack of `n` matrices.
-    fn matrices(&self, name: &str, n: usize) -> Result<Vec<B::Matrix>, RunnerError> {
+    /// Where the matrices of a stack of `n` lie.
+    fn places(&self, name: &str, n: usize) -> Result<Vec<MatrixPlace>, RunnerError> {
         let found = self.find(name)?;
         if let Some(block_type) = self.source.block_type(found.index)
             && block_type.format().is_none()
@@ -93,7 +93,7 @@ impl<B: Backend> Loader<'_, B> {
         let (columns, outer) = found.shape.split_last().map_or((1, &[][..]), |(c, o)| (*c as usize, o));
         let rows = outer.iter().product::<u64>() as usize / n;
         let place = |i| MatrixPlace { tensor: found.index, first_row: i * rows, rows, columns };
-        (0..n).map(|i| self.backend.matrix(self.source, place(i))).collect()
+        Ok((0..n).map(place).collect())
     }
 
     /// All values of a small tensor, finite.
@@ -115,7 +115,7 @@ impl<B: Backend> Loader<'_, B> {
     }
 
     fn vector(&self, name: &str) -> Result<B::Vector, RunnerError> {
-        Ok(self.backend.vector(self.values(name)?))
+        self.backend.vector(self.values(name)?)
     }
 
     fn hyper_connection(&self, stem: &str) -> Result<HyperConnection<B>, RunnerError> {
@@ -137,7 +137,7 @@ impl<B: Backend> Loader<'_, B> {
         })
     }
 
-    fn layer(&self, layer: u32, rope: &Arc<Rope>) -> Result<Layer<B>, RunnerError> {
+    fn layer(&self, layer: u32, rope: &Arc<B::Rope>) -> Result<Layer<B>, RunnerError> {
         let name = |rest: &str| format!("blk.{layer}.{rest}");
         let ratio = self.h.compress_ratio(layer);
         let compressor = (ratio != 0).then(|| self.compressor(&name("attn_compressor"))).transpose()?;
@@ -158,12 +158,15 @@ impl<B: Backend> Loader<'_, B> {
         let n_experts = self.h.n_routed_experts as usize;
         let ffn = FfnWeights {
             router: self.matrix(&name("ffn_gate_inp.weight"))?,
-            rule: self.router_rule(layer)?,
-            experts: GatedFfn {
-                gate: self.matrices(&name("ffn_gate_exps.weight"), n_experts)?,
-                up: self.matrices(&name("ffn_up_exps.weight"), n_experts)?,
-                down: self.matrices(&name("ffn_down_exps.weight"), n_experts)?,
-            },
+            rule: self.backend.router_rule(self.router_rule(layer)?)?,
+            experts: self.backend.experts(
+                self.source,
+                &GatedFfn {
+                    gate: self.places(&name("ffn_gate_exps.weight"), n_experts)?,
+                    up: self.places(&name("ffn_up_exps.weight"), n_experts)?,
+                    down: self.places(&name("ffn_down_exps.weight"), n_experts)?,
+                },
+            )?,
             shared: GatedFfn {
                 gate: self.matrix(&name("ffn_gate_shexp.weight"))?,
                 up: self.matrix(&name("ffn_up_shexp.weight"))?,

@@ -36,20 +36,33 @@ pub fn top_log_probabilities(logits: &[f32], n: usize) -> Vec<(u32, f64)> {
     order.into_iter().map(|token| (token, f64::from(logits[token as usize]) - sum)).collect()
 }
 
+/// Values that are looked through together: as many as the widest registers hold, several times.
+const LANES: usize = 64;
+
 /// The most probable token; of equal ones the lowest id.
 pub fn argmax(logits: &[f32]) -> u32 {
-    let mut best = 0;
-    for (token, logit) in logits.iter().enumerate() {
-        if *logit > logits[best] {
-            best = token;
+    let mut largest = [f32::NEG_INFINITY; LANES];
+    let (chunks, rest) = logits.as_chunks::<LANES>();
+    for chunk in chunks {
+        for (largest, &logit) in largest.iter_mut().zip(chunk) {
+            *largest = if logit > *largest { logit } else { *largest };
         }
     }
-    best as u32
+    let largest = largest.iter().chain(rest).fold(f32::NEG_INFINITY, |a, &b| if b > a { b } else { a });
+    logits.iter().position(|&logit| logit == largest).unwrap_or(0) as u32
+}
+
+/// The first value that is NaN or infinite.
+fn first_not_finite(logits: &[f32]) -> Option<usize> {
+    let is_broken = |chunk: &[f32]| chunk.iter().fold(false, |broken, logit| broken | !logit.is_finite());
+    let chunk = logits.chunks(LANES).position(is_broken)?;
+    let within = logits[chunk * LANES..].iter().position(|logit| !logit.is_finite())?;
+    Some(chunk * LANES + within)
 }
 
 /// Refuses logits that are no numbers, and logits that are all the same.
 pub(crate) fn check_logits(logits: &[f32], position: usize) -> Result<(), RunnerError> {
-    if let Some(value_index) = logits.iter().position(|logit| !logit.is_finite()) {
+    if let Some(value_index) = first_not_finite(logits) {
         return Err(RunnerError::NotFinite {
             site: crate::observe::Site::Logits,
             place: "behind the layers (find the first place with the check for finite values)".into(),

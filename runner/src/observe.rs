@@ -53,6 +53,8 @@ sites! {
     RoutedMid = "routed mid";
     /// Weighted sum of the routed experts, `[D]`.
     RoutedOutput = "routed output";
+    /// Input of the shared expert's down projection, `[n_shared_experts * moe_intermediate_size]`.
+    SharedMid = "shared mid";
     /// Output of the shared expert, `[D]`.
     SharedOutput = "shared output";
     /// FFN output before it enters the streams, `[D]`.

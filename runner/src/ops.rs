@@ -7,8 +7,9 @@
 //!
 //! Section numbers are those of the model's description in the documentation of [`crate::forward`].
 
+use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 use crate::error::RunnerError;
 use crate::weights::WeightSource;
@@ -41,13 +42,18 @@ pub enum ActivationPrecision {
     #[default]
     F32,
     /// Inputs of quantized matrices are rounded to 8 bits, which makes the products integer: faster, less exact.
-    /// Inputs of float matrices (F32, F16, BF16) stay `f32`.
+    /// Rounding takes place where ggml's CPU code does it: inputs of F16 and BF16 matrices are rounded to those types,
+    /// those of F32 matrices stay as they are.
     Int8,
+    /// As the GPU does it fastest: in batches inputs and weights are rounded to `f16`; for single tokens inputs of
+    /// routed experts are rounded to 8 bits, all others stay `f32`.
+    Mixed,
 }
 
 impl ActivationPrecision {
     /// Every precision with the name users type and reports store.
-    pub const NAMES: [(&'static str, Self); 2] = [("f32", Self::F32), ("int8", Self::Int8)];
+    pub const NAMES: [(&'static str, Self); 3] =
+        [("f32", Self::F32), ("int8", Self::Int8), ("mixed", Self::Mixed)];
 
     /// The name users type and reports store.
     pub fn name(self) -> &'static str {
@@ -73,24 +79,15 @@ pub struct Piece {
     pub position: usize,
 }
 
-/// Which compressed rows each query attends to besides its window.
+/// Which compressed rows each query attends to besides its window. `C`: the backend's [`Backend::Chosen`].
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Selection {
+pub enum Selection<C> {
     /// None: a window-only layer.
     None,
     /// All that are visible.
     Visible,
-    /// For each query of the piece its rows, ascending.
-    Rows(Vec<Vec<u32>>),
-}
-
-/// What [`Backend::index_topk`] found.
-#[derive(Debug, Clone)]
-pub struct Indexed {
-    /// Chosen rows of each query, ascending.
-    pub chosen: Vec<Vec<u32>>,
-    /// If asked for: scores of all rows of the cache, `[queries, rows]`; invisible rows are minus infinity.
-    pub scores: Vec<f32>,
+    /// For each query of the piece those that the indexer chose.
+    Rows(C),
 }
 
 /// The router's choice for every token, in its own order: descending score, or the table's.
@@ -154,7 +151,7 @@ pub struct HyperConstants {
     pub sinkhorn_iterations: usize,
     /// Added to weights and sums.
     pub epsilon: f32,
-    /// Added to the mean square.
+    /// Added to the mean square, by the norms too.
     pub rms_epsilon: f32,
 }
 
@@ -164,6 +161,16 @@ pub struct Mix<B: Backend + ?Sized> {
     pub post: B::Tensor,
     /// `[tokens, M * M]`, `[old, new]`.
     pub comb: B::Tensor,
+}
+
+/// What [`Backend::hc_pre`] gives.
+pub struct SublayerInput<B: Backend + ?Sized> {
+    /// The streams merged, `[tokens, D]`.
+    pub merged: B::Tensor,
+    /// That behind the norm.
+    pub normed: B::Tensor,
+    /// How the sub-layer's output will be mixed in.
+    pub mix: Mix<B>,
 }
 
 /// Weights of a compressor, (4.5), without its two projections.
@@ -201,47 +208,169 @@ pub struct MatrixPlace {
 /// expert, rows, route weights, gathered inputs, mids.
 pub type ExpertTap<'a> = dyn FnMut(usize, &[usize], &[f32], &[f32], &[f32]) + 'a;
 
+/// Token ids and positions of the rows at hand, where the device reads them.
+pub struct RowPlaces<'a, B: Backend + ?Sized> {
+    /// Token ids and positions of the whole batch.
+    pub batch: &'a B::Places,
+    /// The rows of the batch that are at hand.
+    pub rows: Range<usize>,
+}
+
+impl<B: Backend + ?Sized> Clone for RowPlaces<'_, B> {
+    fn clone(&self) -> Self {
+        Self { batch: self.batch, rows: self.rows.clone() }
+    }
+}
+
+impl<'a, B: Backend + ?Sized> RowPlaces<'a, B> {
+    /// Some of the rows; `rows` counts from the first of these.
+    #[must_use]
+    pub fn part(&self, rows: &Range<usize>) -> RowPlaces<'a, B> {
+        RowPlaces { batch: self.batch, rows: self.rows.start + rows.start..self.rows.start + rows.end }
+    }
+}
+
+/// What a caller is about to compute. Backends may round differently for the two, but never by the number of tokens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Work {
+    /// Texts and prompts, in parts of any size.
+    Batch,
+    /// One token after the other.
+    Token,
+}
+
+/// What became of a pass that was to be recorded.
+pub enum Recorded<T, R> {
+    /// It was run, with this result.
+    Ran(T),
+    /// It was not run: it waits to be repeated.
+    Kept(R),
+}
+/// Called with the inputs of the shared expert's down projection, one row a token.
+pub type SharedTap<'a> = dyn FnMut(&[f32]) + 'a;
+
 /// A machine that computes the model's operations.
 ///
 /// Tensors are `f32`, `[tokens, width]`. Numeric contract: multiplications and additions in `f32`, in an order
 /// that depends on the widths alone; sums of squares, softmax denominators and the like may be wider.
 ///
+/// What depends on the data (token ids, positions, the router's and the indexer's choice) stays where the backend
+/// computes: a pass over one token can be recorded once and repeated for every next one, see [`Backend::record`].
+///
 /// Operations that read weights fail if the source cannot give them: data that are not in the file, or values in a
-/// checkpoint that are not finite.
+/// checkpoint that are not finite. Any operation fails if the device does.
 #[expect(clippy::missing_errors_doc, reason = "one reason for all, in the trait's documentation")]
 pub trait Backend: Send + Sync {
+    /// Name for reports.
+    const NAME: &'static str;
     /// Activations, `[tokens, width]`.
     type Tensor: Send;
     /// Weights `[rows, columns]` in whatever type the source holds.
     type Matrix: Send + Sync;
+    /// The routed experts of a layer.
+    type Experts: Send + Sync;
     /// A few `f32` weights.
     type Vector: Send + Sync;
+    /// Rotary frequencies.
+    type Rope: Send + Sync;
+    /// [`RouterRule`].
+    type RouterRule: Send + Sync;
+    /// Token ids and positions of a batch.
+    type Places: Send;
+    /// Compressed rows that the indexer chose for each query.
+    type Chosen: Send;
+    /// [`Routing`].
+    type Routing: Send;
     /// What one layer keeps of one sequence, (5.1).
-    type Cache: Clone + Send;
+    type Cache: Send;
+    /// A pass that can be repeated.
+    type Recording: Send;
 
     // Loading and moving.
 
+    /// Waits for the caller's turn, if one caller at a time may compute, and readies the calling thread.
+    fn turn(&self, work: Work) -> Result<Option<MutexGuard<'_, ()>>, RunnerError>;
     /// Makes a matrix of the source usable.
     fn matrix(&self, source: &Arc<dyn WeightSource>, place: MatrixPlace)
     -> Result<Self::Matrix, RunnerError>;
+    /// Makes the routed experts of a layer usable; each list has one place an expert.
+    fn experts(
+        &self,
+        source: &Arc<dyn WeightSource>,
+        places: &GatedFfn<Vec<MatrixPlace>>,
+    ) -> Result<Self::Experts, RunnerError>;
     /// Makes a vector usable.
-    fn vector(&self, values: Vec<f32>) -> Self::Vector;
-    /// An empty cache.
+    fn vector(&self, values: Vec<f32>) -> Result<Self::Vector, RunnerError>;
+    /// Makes rotary frequencies usable.
+    fn rope(&self, rope: Rope) -> Result<Self::Rope, RunnerError>;
+    /// Makes a router's rule usable.
+    fn router_rule(&self, rule: RouterRule) -> Result<Self::RouterRule, RunnerError>;
+    /// Token ids and positions of a batch.
+    fn places(&self, tokens: &[u32], positions: &[usize]) -> Result<Self::Places, RunnerError>;
+    /// Overwrites places with others of as many rows, where they are.
+    fn set_places(
+        &self,
+        places: &mut Self::Places,
+        tokens: &[u32],
+        positions: &[usize],
+    ) -> Result<(), RunnerError>;
+    /// An empty cache, without room.
     fn cache(&self, shape: CacheShape) -> Self::Cache;
-    /// Tokens that went into the cache.
-    fn cached_tokens(&self, cache: &Self::Cache) -> usize;
+    /// Makes room for `n_tokens` in all. Says whether the cache moved, which ends recordings that use it.
+    fn reserve(&self, cache: &mut Self::Cache, n_tokens: usize) -> Result<bool, RunnerError>;
+    /// A copy of a cache that `n_tokens` went into.
+    fn copy_cache(&self, cache: &Self::Cache, n_tokens: usize) -> Result<Self::Cache, RunnerError>;
+    /// Overwrites a cache with a copy. Says whether the cache moved.
+    fn restore_cache(
+        &self,
+        cache: &mut Self::Cache,
+        copy: &Self::Cache,
+        n_tokens: usize,
+    ) -> Result<bool, RunnerError>;
     /// Bytes that the cache takes.
     fn cache_bytes(&self, cache: &Self::Cache) -> usize;
+    /// Records what `pass` would do, or runs it, if this backend records nothing. All memory that `pass` takes must
+    /// have been taken by a pass of the same shape before.
+    fn record(
+        &self,
+        pass: &mut dyn FnMut() -> Result<Self::Tensor, RunnerError>,
+    ) -> Result<Recorded<Self::Tensor, Self::Recording>, RunnerError>;
+    /// Does what was recorded, with what places and caches hold now; gives the pass's result.
+    fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a Self::Tensor, RunnerError>;
+    /// Values of the host, `[tokens, width]`.
+    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<Self::Tensor, RunnerError>;
+    /// Does work that may run beside what is queued after it, until [`Backend::together`]. It must not touch what that
+    /// other work writes.
+    fn beside(&self, work: &mut dyn FnMut() -> Result<(), RunnerError>) -> Result<(), RunnerError> {
+        work()
+    }
+    /// What comes after this sees the results of all work before.
+    fn together(&self) -> Result<(), RunnerError> {
+        Ok(())
+    }
     /// Zeros, `[tokens, width]`.
-    fn zeros(&self, tokens: usize, width: usize) -> Self::Tensor;
+    fn zeros(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError>;
+    /// `[tokens, width]`, every value of which will be written before any is read.
+    fn room(&self, tokens: usize, width: usize) -> Result<Self::Tensor, RunnerError> {
+        self.zeros(tokens, width)
+    }
     /// The values on the host.
-    fn read<'a>(&self, tensor: &'a Self::Tensor) -> std::borrow::Cow<'a, [f32]>;
+    fn read<'a>(&self, tensor: &'a Self::Tensor) -> Result<Cow<'a, [f32]>, RunnerError>;
+    /// The routing on the host.
+    fn read_routing<'a>(&self, routing: &'a Self::Routing) -> Result<Cow<'a, Routing>, RunnerError>;
+    /// The chosen rows of each query on the host, ascending.
+    fn read_chosen<'a>(&self, chosen: &'a Self::Chosen) -> Result<Cow<'a, [Vec<u32>]>, RunnerError>;
     /// A copy of some rows.
-    fn rows(&self, tensor: &Self::Tensor, rows: Range<usize>) -> Self::Tensor;
+    fn rows(&self, tensor: &Self::Tensor, rows: Range<usize>) -> Result<Self::Tensor, RunnerError>;
     /// Writes all rows of `part` over those of `tensor` from `first` on.
-    fn put_rows(&self, tensor: &mut Self::Tensor, first: usize, part: &Self::Tensor);
+    fn put_rows(
+        &self,
+        tensor: &mut Self::Tensor,
+        first: usize,
+        part: &Self::Tensor,
+    ) -> Result<(), RunnerError>;
     /// The first value that is NaN or infinite: row, column, value.
-    fn first_not_finite(&self, tensor: &Self::Tensor) -> Option<(usize, usize, f32)>;
+    fn first_not_finite(&self, tensor: &Self::Tensor) -> Result<Option<(usize, usize, f32)>, RunnerError>;
 
     // The residual streams.
 
@@ -249,30 +378,43 @@ pub trait Backend: Send + Sync {
     fn embed(
         &self,
         table: &Self::Matrix,
-        tokens: &[u32],
+        places: RowPlaces<'_, Self>,
         n_streams: usize,
     ) -> Result<Self::Tensor, RunnerError>;
-    /// (3.6) `hc_pre`: the sub-layer's input `[tokens, D]`, and how its output will be mixed in.
+    /// (3.6) `hc_pre`, then (3.1) the norm: the sub-layer's input `[tokens, D]` before and behind the norm, and how its
+    /// output will be mixed in.
     fn hc_pre(
         &self,
         streams: &Self::Tensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<(Self::Tensor, Mix<Self>), RunnerError>;
+        norm: &Self::Vector,
+    ) -> Result<SublayerInput<Self>, RunnerError>;
     /// (3.6) `hc_post`: mixes the sub-layer's output into the streams.
-    fn hc_post(&self, streams: &mut Self::Tensor, output: &Self::Tensor, mix: &Mix<Self>);
-    /// (3.6) `hc_head`: the streams merged, `[tokens, D]`.
+    fn hc_post(
+        &self,
+        streams: &mut Self::Tensor,
+        output: &Self::Tensor,
+        mix: &Mix<Self>,
+    ) -> Result<(), RunnerError>;
+    /// (3.6) `hc_head`, then (3.1) the norm: the streams merged, before and behind the norm, `[tokens, D]`.
     fn hc_head(
         &self,
         streams: &Self::Tensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<Self::Tensor, RunnerError>;
+        norm: &Self::Vector,
+    ) -> Result<(Self::Tensor, Self::Tensor), RunnerError>;
 
     // Matrices and norms.
 
     /// (3.1) RMS norm with weights.
-    fn rms_norm(&self, input: &Self::Tensor, weights: &Self::Vector, epsilon: f32) -> Self::Tensor;
+    fn rms_norm(
+        &self,
+        input: &Self::Tensor,
+        weights: &Self::Vector,
+        epsilon: f32,
+    ) -> Result<Self::Tensor, RunnerError>;
     /// All products `matrix x` of matrices that share an input.
     fn linear_many(
         &self,
@@ -287,34 +429,51 @@ pub trait Backend: Send + Sync {
         groups: usize,
     ) -> Result<Self::Tensor, RunnerError>;
     /// Adds `other` to `tensor`.
-    fn add(&self, tensor: &mut Self::Tensor, other: &Self::Tensor);
+    fn add(&self, tensor: &mut Self::Tensor, other: &Self::Tensor) -> Result<(), RunnerError>;
     /// Steering: `y -= scale * d * (d . y)` for each row `y`.
-    fn project_out(&self, tensor: &mut Self::Tensor, direction: &[f32], scale: f32);
+    fn project_out(
+        &self,
+        tensor: &mut Self::Tensor,
+        direction: &Self::Vector,
+        scale: f32,
+    ) -> Result<(), RunnerError>;
 
     // Attention.
 
-    /// (4.4.2) Unweighted RMS norm of each head, then rotation. `positions`: one a row.
+    /// (4.4.2) Unweighted RMS norm of each head, then rotation.
     fn q_finish(
         &self,
         queries: &mut Self::Tensor,
         head_dim: usize,
         epsilon: f32,
-        rope: &Rope,
-        positions: &[usize],
-    );
+        rope: &Self::Rope,
+        places: RowPlaces<'_, Self>,
+    ) -> Result<(), RunnerError>;
     /// (4.4.3) Rotation of key-value rows, then rounding (section 7).
-    fn kv_finish(&self, rows: &mut Self::Tensor, rope: &Rope, positions: &[usize], numerics: Numerics);
+    fn kv_finish(
+        &self,
+        rows: &mut Self::Tensor,
+        rope: &Self::Rope,
+        places: RowPlaces<'_, Self>,
+        numerics: Numerics,
+    ) -> Result<(), RunnerError>;
     /// (4.6) Rotation of indexer queries, then Hadamard rotation and rounding.
     fn index_finish(
         &self,
         queries: &mut Self::Tensor,
         head_dim: usize,
-        rope: &Rope,
-        positions: &[usize],
+        rope: &Self::Rope,
+        places: RowPlaces<'_, Self>,
         numerics: Numerics,
-    );
+    ) -> Result<(), RunnerError>;
     /// Appends the piece's key-value rows to the window of its cache.
-    fn append_window(&self, cache: &mut Self::Cache, rows: &Self::Tensor, piece: &Piece);
+    fn append_window(
+        &self,
+        cache: &mut Self::Cache,
+        rows: &Self::Tensor,
+        piece: &Piece,
+        places: RowPlaces<'_, Self>,
+    ) -> Result<(), RunnerError>;
     /// (4.5) Pushes the piece's tokens into a compressor and emits every row that is complete.
     #[expect(clippy::too_many_arguments, reason = "one coarse operation")]
     fn compress(
@@ -324,22 +483,26 @@ pub trait Backend: Send + Sync {
         values: &Self::Tensor,
         gates: &Self::Tensor,
         piece: &Piece,
+        places: RowPlaces<'_, Self>,
         weights: &Compressor<Self>,
-        rope: &Rope,
+        rope: &Self::Rope,
         epsilon: f32,
         numerics: Numerics,
-    );
+    ) -> Result<(), RunnerError>;
     /// (4.6.6, 4.6.7) Scores the visible rows and picks the best `top_k`: higher score first, then lower index.
-    /// `head_weights`: `[tokens, heads]`, unscaled.
+    /// `head_weights`: `[tokens, heads]`, unscaled. With `keep_scores` the scores of all rows of the cache come
+    /// along, `[queries, rows]`, minus infinity where a row is not visible.
+    #[expect(clippy::too_many_arguments, reason = "one coarse operation")]
     fn index_topk(
         &self,
         cache: &Self::Cache,
         queries: &Self::Tensor,
         head_weights: &Self::Tensor,
         piece: &Piece,
+        places: RowPlaces<'_, Self>,
         top_k: usize,
         keep_scores: bool,
-    ) -> Indexed;
+    ) -> Result<(Self::Chosen, Vec<f32>), RunnerError>;
     /// (4.4.4 to 4.4.6) Attention of the piece's queries over window and chosen rows, with sinks and inverse rotation.
     /// Writes the piece's rows of `output`, `[tokens, heads * head_dim]`.
     #[expect(clippy::too_many_arguments, reason = "one coarse operation")]
@@ -348,11 +511,12 @@ pub trait Backend: Send + Sync {
         cache: &Self::Cache,
         queries: &Self::Tensor,
         piece: &Piece,
-        selection: &Selection,
+        places: RowPlaces<'_, Self>,
+        selection: &Selection<Self::Chosen>,
         sinks: &Self::Vector,
-        rope: &Rope,
+        rope: &Self::Rope,
         output: &mut Self::Tensor,
-    );
+    ) -> Result<(), RunnerError>;
     /// Drops window rows that no later query sees. Called once a piece was attended to.
     fn trim_window(&self, cache: &mut Self::Cache);
 
@@ -362,25 +526,26 @@ pub trait Backend: Send + Sync {
     fn route(
         &self,
         logits: &Self::Tensor,
-        rule: &RouterRule,
-        tokens: &[u32],
+        rule: &Self::RouterRule,
+        places: RowPlaces<'_, Self>,
         n_used: usize,
         scaling_factor: f32,
-    ) -> Routing;
+    ) -> Result<Self::Routing, RunnerError>;
     /// (4.7.4) Weighted sum of the routed experts, in the router's order. The route weight is applied before `down`.
     fn routed_experts(
         &self,
         input: &Self::Tensor,
-        routing: &Routing,
-        experts: &GatedFfn<Vec<Self::Matrix>>,
+        routing: &Self::Routing,
+        experts: &Self::Experts,
         limit: f32,
         tap: Option<&mut ExpertTap<'_>>,
     ) -> Result<Self::Tensor, RunnerError>;
-    /// (4.7.5) The shared expert.
+    /// (4.7.5) The shared expert. `tap` is shown the input of `down`.
     fn shared_expert(
         &self,
         input: &Self::Tensor,
         expert: &GatedFfn<Self::Matrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<Self::Tensor, RunnerError>;
 }

@@ -7,18 +7,33 @@ use gguf_tools::model::HyperParameters;
 use gguf_tools::simd::Level;
 use serde::Serialize;
 
-use crate::cpu::{CpuBackend, CpuCache, CpuTensor};
+use crate::cpu::CpuBackend;
+use crate::cuda::CudaBackend;
+use crate::cuda::driver::KernelShare;
+use crate::cuda::self_test::read_bandwidth;
+use crate::engine::{Engine, SavedSequence, Sequence};
 use crate::error::RunnerError;
-use crate::forward::{Batch, Network, Pass, Steering};
+use crate::forward::Steering;
 use crate::load::load;
-use crate::logits::check_logits;
 use crate::observe::{NoObserver, Observer};
-use crate::ops::{ActivationPrecision, Backend, Numerics};
-use crate::weights::{WeightSource, open_source};
+use crate::ops::{ActivationPrecision, Backend, Numerics, Work};
+use crate::weights::{ReadAhead, WeightSource, available_bytes, open_source};
+
+/// What computes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Hash)]
+pub enum Processor {
+    /// The CPU: the reference.
+    #[default]
+    Cpu,
+    /// An NVIDIA GPU that holds the whole model: the one of this number among those that the driver shows.
+    Cuda(usize),
+}
 
 /// How a model is to be run.
 #[derive(Debug, Clone)]
 pub struct Options {
+    /// What computes.
+    pub processor: Processor,
     /// Rounding of activations.
     pub numerics: Numerics,
     /// Precision of the inputs of quantized matrices.
@@ -35,15 +50,22 @@ pub struct Options {
     pub check_finite: bool,
     /// Models whose matrices take at most this many bytes as `f32` are widened at loading. Results do not depend on it.
     pub widen_up_to_bytes: u64,
-    /// Directions that are taken out of activations.
-    pub steering: Option<Arc<Steering>>,
-    /// Instruction set. Results do not depend on it.
+    /// Whether a layer's weights are given back to the system once a batch has passed it; `None`: where the weights
+    /// are more than the memory that is free. For the CPU. Results do not depend on it.
+    pub release_weights: Option<bool>,
+    /// Directions that are taken out of activations, one set after the other.
+    pub steering: Vec<Arc<Steering>>,
+    /// Whether a GPU records the pass over a single token once and repeats it for every next one. Results do not
+    /// depend on it.
+    pub record_steps: bool,
+    /// Instruction set of the CPU. Results do not depend on it.
     pub level: Level,
 }
 
 impl Default for Options {
     fn default() -> Self {
         Self {
+            processor: Processor::default(),
             numerics: Numerics::default(),
             activations: ActivationPrecision::default(),
             n_threads: 0,
@@ -52,7 +74,9 @@ impl Default for Options {
             attention_tokens: 512,
             check_finite: false,
             widen_up_to_bytes: 512 << 20,
-            steering: None,
+            release_weights: None,
+            steering: Vec::new(),
+            record_steps: true,
             level: Level::detect(),
         }
     }
@@ -67,20 +91,33 @@ pub struct Provenance {
     pub numerics: &'static str,
     /// [`ActivationPrecision::name`].
     pub activations: &'static str,
-    /// Whether directions were taken out of activations.
-    pub steered: bool,
+    /// Directions that were taken out of activations, by [`Steering::name`].
+    pub steering: Vec<String>,
     /// Device.
     pub backend: &'static str,
 }
 
-/// An open model on the CPU.
+/// An open model on the CPU or a GPU.
 pub struct Model {
-    backend: CpuBackend,
-    network: Network<CpuBackend>,
+    machine: Machine,
     path: PathBuf,
-    options: Options,
     context_limit: usize,
     threads: rayon::ThreadPool,
+}
+
+enum Machine {
+    Cpu(Box<Engine<CpuBackend>>),
+    Cuda(Box<Engine<CudaBackend>>),
+}
+
+/// The same expression for whichever engine it is.
+macro_rules! with_engine {
+    ($machine:expr, $engine:ident => $work:expr) => {
+        match $machine {
+            Machine::Cpu($engine) => $work,
+            Machine::Cuda($engine) => $work,
+        }
+    };
 }
 
 impl Model {
@@ -112,24 +149,49 @@ impl Model {
                 return Err(RunnerError::BadOption { option, found: "0".into(), expected: "at least 1" });
             }
         }
+        let fits = match options.processor {
+            Processor::Cpu => options.activations != ActivationPrecision::Mixed,
+            Processor::Cuda(_) => options.activations != ActivationPrecision::Int8,
+        };
+        if !fits {
+            return Err(RunnerError::BadOption {
+                option: "activations",
+                found: options.activations.name().into(),
+                expected: "f32 or int8 on a CPU, f32 or mixed on a GPU",
+            });
+        }
         let n_threads = options.n_threads;
         let threads = rayon::ThreadPoolBuilder::new()
             .num_threads(n_threads)
             .thread_name(|i| format!("runner-{i}"))
             .build()
             .map_err(|source| RunnerError::Threads { n_threads, source })?;
-        let backend = CpuBackend {
-            level: options.level,
-            activations: options.activations,
-            widen: widened_bytes(h) <= options.widen_up_to_bytes,
+        let machine = match options.processor {
+            Processor::Cpu => {
+                let backend = CpuBackend {
+                    level: options.level,
+                    activations: options.activations,
+                    widen: widened_bytes(h) <= options.widen_up_to_bytes,
+                };
+                let read_ahead = (!backend.widen).then(|| ReadAhead::new(source, releases(source, &options)));
+                let engine = threads.install(|| open_engine(backend, source, &options))?;
+                Machine::Cpu(Box::new(Engine { read_ahead, ..engine }))
+            }
+            Processor::Cuda(ordinal) => {
+                let backend = CudaBackend::open(ordinal, source, &options)?;
+                Machine::Cuda(Box::new(threads.install(|| open_engine(backend, source, &options))?))
+            }
         };
-        let network = threads.install(|| load(&backend, source))?;
-        Ok(Self { backend, network, path: source.path().to_owned(), options, context_limit, threads })
+        Ok(Self { machine, path: source.path().to_owned(), context_limit, threads })
+    }
+
+    fn options(&self) -> &Options {
+        with_engine!(&self.machine, engine => &engine.options)
     }
 
     /// The model's hyper-parameters.
     pub fn hyper_parameters(&self) -> &HyperParameters {
-        self.network.hyper_parameters()
+        with_engine!(&self.machine, engine => engine.network.hyper_parameters())
     }
 
     /// Most tokens of a sequence.
@@ -139,35 +201,45 @@ impl Model {
 
     /// How this model's numbers are made.
     pub fn provenance(&self) -> Provenance {
+        let options = self.options();
         Provenance {
             model: self.path.clone(),
-            numerics: self.options.numerics.name(),
-            activations: self.options.activations.name(),
-            steered: self.options.steering.is_some(),
-            backend: "cpu",
+            numerics: options.numerics.name(),
+            activations: options.activations.name(),
+            steering: options.steering.iter().filter(|s| s.acts()).map(|s| s.name.clone()).collect(),
+            backend: match &self.machine {
+                Machine::Cpu(_) => CpuBackend::NAME,
+                Machine::Cuda(_) => CudaBackend::NAME,
+            },
         }
+    }
+
+    /// Bytes a second that the device's memory gives to a kernel that only reads; `None` on a CPU.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn device_bandwidth(&self) -> Result<Option<f64>, RunnerError> {
+        match &self.machine {
+            Machine::Cpu(_) => Ok(None),
+            Machine::Cuda(engine) => Ok(Some(read_bandwidth(engine.backend.gpu())?)),
+        }
+    }
+
+    /// Takes other directions out of activations from now on.
+    ///
+    /// # Errors
+    /// If the device fails.
+    pub fn set_steering(&mut self, steering: Vec<Arc<Steering>>) -> Result<(), RunnerError> {
+        with_engine!(&mut self.machine, engine => engine.steer(steering))
     }
 
     /// An empty sequence.
     pub fn session(&self) -> Session<'_> {
-        Session { model: self, caches: self.empty_caches(), n_tokens: 0 }
-    }
-
-    /// One cache a layer.
-    fn empty_caches(&self) -> Vec<Vec<CpuCache>> {
-        (0..self.network.n_layers())
-            .map(|layer| vec![self.backend.cache(self.network.cache_shape(layer))])
-            .collect()
-    }
-
-    fn pass<'a>(&'a self, observer: &'a mut dyn Observer) -> Pass<'a> {
-        Pass {
-            numerics: self.options.numerics,
-            attention_tokens: self.options.attention_tokens,
-            check_finite: self.options.check_finite,
-            steering: self.options.steering.as_deref(),
-            observer,
-        }
+        let running = match &self.machine {
+            Machine::Cpu(engine) => Running::Cpu(engine, engine.sequence()),
+            Machine::Cuda(engine) => Running::Cuda(engine, engine.sequence()),
+        };
+        Session { model: self, running }
     }
 
     /// Refuses what cannot be computed, before anything is.
@@ -198,6 +270,24 @@ impl Model {
         observer: &mut dyn Observer,
         each: &mut (dyn FnMut(usize, usize, &[f32]) + Send),
     ) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, Some(each))
+    }
+
+    /// [`Model::read_texts`] for what the observer sees in the layers alone: no logits are computed.
+    ///
+    /// # Errors
+    /// As [`Model::read_texts`].
+    pub fn observe_texts(&self, texts: &[&[u32]], observer: &mut dyn Observer) -> Result<(), RunnerError> {
+        self.read_batches(texts, observer, None)
+    }
+
+    /// Cuts texts into batches and reads them; with logits where `each` asks for them.
+    fn read_batches(
+        &self,
+        texts: &[&[u32]],
+        observer: &mut dyn Observer,
+        mut each: Option<&mut EachLogits<'_>>,
+    ) -> Result<(), RunnerError> {
         for text in texts {
             self.check_tokens(0, text)?;
         }
@@ -207,63 +297,16 @@ impl Model {
                 // Whole texts until the batch is full; a text that is longer goes through in parts.
                 let mut n_tokens = texts[first].len();
                 let mut end = first + 1;
-                while end < texts.len() && n_tokens + texts[end].len() <= self.options.batch_tokens {
+                while end < texts.len() && n_tokens + texts[end].len() <= self.options().batch_tokens {
                     n_tokens += texts[end].len();
                     end += 1;
                 }
-                self.read_batch(first, &texts[first..end], observer, each)?;
+                let texts = &texts[first..end];
+                with_engine!(&self.machine, engine => engine.read_batch(first, texts, observer, each.as_deref_mut()))?;
                 first = end;
             }
             Ok(())
         })
-    }
-
-    /// One batch of texts through all layers. Only one layer's caches exist at a time.
-    fn read_batch(
-        &self,
-        first_text: usize,
-        texts: &[&[u32]],
-        observer: &mut dyn Observer,
-        each: &mut (dyn FnMut(usize, usize, &[f32]) + Send),
-    ) -> Result<(), RunnerError> {
-        let (b, network) = (&self.backend, &self.network);
-        // A single long text is cut; several together fit one part.
-        let mut parts = Vec::new();
-        if let [text] = texts {
-            for (i, tokens) in text.chunks(self.options.batch_tokens).enumerate() {
-                let mut batch = Batch::default();
-                batch.push(0, i * self.options.batch_tokens, tokens);
-                parts.push(batch);
-            }
-        } else {
-            let mut batch = Batch::default();
-            texts.iter().enumerate().for_each(|(i, text)| batch.push(i, 0, text));
-            parts.push(batch);
-        }
-        for batch in &mut parts {
-            batch.places.iter_mut().for_each(|place| place.sequence += first_text);
-        }
-        let mut pass = self.pass(observer);
-        let mut streams = parts.iter().map(|batch| network.embed(b, batch)).collect::<Result<Vec<_>, _>>()?;
-        for layer in 0..network.n_layers() {
-            let mut caches = vec![b.cache(network.cache_shape(layer)); texts.len()];
-            for (batch, streams) in parts.iter().zip(&mut streams) {
-                network.layer(b, layer, streams, batch, &mut caches, &mut pass)?;
-            }
-        }
-        for (batch, streams) in parts.iter().zip(&streams) {
-            for first in (0..batch.tokens.len()).step_by(HEAD_TOKENS) {
-                let rows = first..batch.tokens.len().min(first + HEAD_TOKENS);
-                let places = &batch.places[rows.clone()];
-                let logits = network.head(b, &b.rows(streams, rows), places, &mut pass)?;
-                let width = self.hyper_parameters().vocab_size as usize;
-                for (logits, place) in b.read(&logits).chunks_exact(width).zip(places) {
-                    check_logits(logits, place.position)?;
-                    each(place.sequence, place.position, logits);
-                }
-            }
-        }
-        Ok(())
     }
 
     /// Natural-log probability of every token after the first, given those before it: `[tokens - 1]`.
@@ -289,11 +332,35 @@ impl Model {
     }
 }
 
+fn open_engine<B: Backend>(
+    backend: B,
+    source: &Arc<dyn WeightSource>,
+    options: &Options,
+) -> Result<Engine<B>, RunnerError> {
+    let turn = backend.turn(Work::Batch)?;
+    let network = load(&backend, source)?;
+    drop(turn);
+    let (directions, read_ahead) = (Vec::new(), None);
+    let mut engine = Engine { backend, network, directions, options: options.clone(), read_ahead };
+    engine.steer(options.steering.clone())?;
+    Ok(engine)
+}
+
+/// Whether layers that are done with are given back.
+fn releases(source: &Arc<dyn WeightSource>, options: &Options) -> bool {
+    options
+        .release_weights
+        .unwrap_or_else(|| available_bytes().is_some_and(|available| source.mapped_bytes() > available))
+}
+
+/// Takes the logits of one position: text, position, logits.
+pub(crate) type EachLogits<'a> = dyn FnMut(usize, usize, &[f32]) + Send + 'a;
+
 /// One layer at a time over many texts, for work that reads a model's weights once.
 impl Model {
     /// Number of layers.
     pub fn n_layers(&self) -> usize {
-        self.network.n_layers()
+        with_engine!(&self.machine, engine => engine.network.n_layers())
     }
 
     /// Values of the residual streams of one token.
@@ -308,8 +375,7 @@ impl Model {
     /// If a text is empty, too long or holds unknown tokens, or the embedding cannot be read.
     pub fn embed_texts(&self, texts: &[&[u32]]) -> Result<Vec<f32>, RunnerError> {
         texts.iter().try_for_each(|text| self.check_tokens(0, text))?;
-        let streams = self.threads.install(|| self.network.embed(&self.backend, &whole_texts(0, texts)))?;
-        Ok(self.backend.read(&streams).into_owned())
+        self.threads.install(|| with_engine!(&self.machine, engine => engine.embed_texts(texts)))
     }
 
     /// One layer over whole texts. `streams`: `[tokens, M * D]`, those before the layer in, those behind it out.
@@ -325,27 +391,11 @@ impl Model {
         streams: Vec<f32>,
         observer: &mut dyn Observer,
     ) -> Result<Vec<f32>, RunnerError> {
-        let (b, network) = (&self.backend, &self.network);
         self.threads.install(|| {
-            let batch = whole_texts(first_text, texts);
-            let mut caches = vec![b.cache(network.cache_shape(layer)); texts.len()];
-            let mut streams = CpuTensor::new(self.streams_width(), streams);
-            network.layer(b, layer, &mut streams, &batch, &mut caches, &mut self.pass(observer))?;
-            Ok(streams.into_values())
+            with_engine!(&self.machine, engine => engine.layer_of_texts(layer, first_text, texts, streams, observer))
         })
     }
 }
-
-/// Whole texts as one batch; the first one is called `first_text` in its places.
-fn whole_texts(first_text: usize, texts: &[&[u32]]) -> Batch {
-    let mut batch = Batch::default();
-    texts.iter().enumerate().for_each(|(i, text)| batch.push(i, 0, text));
-    batch.places.iter_mut().for_each(|place| place.sequence += first_text);
-    batch
-}
-
-/// Positions whose logits are held at once.
-const HEAD_TOKENS: usize = 64;
 
 /// Bytes of all weights as `f32`.
 fn widened_bytes(h: &HyperParameters) -> u64 {
@@ -356,27 +406,41 @@ fn widened_bytes(h: &HyperParameters) -> u64 {
 /// One sequence: its caches in all layers. They grow with its tokens.
 pub struct Session<'a> {
     model: &'a Model,
-    /// `[layers][1]`.
-    caches: Vec<Vec<CpuCache>>,
-    n_tokens: usize,
+    running: Running<'a>,
+}
+
+enum Running<'a> {
+    Cpu(&'a Engine<CpuBackend>, Sequence<CpuBackend>),
+    Cuda(&'a Engine<CudaBackend>, Sequence<CudaBackend>),
+}
+
+/// The same expression for whichever engine and sequence it is.
+macro_rules! with_sequence {
+    ($running:expr, ($engine:pat, $sequence:ident) => $work:expr) => {
+        match $running {
+            Running::Cpu($engine, $sequence) => $work,
+            Running::Cuda($engine, $sequence) => $work,
+        }
+    };
 }
 
 /// The state of a [`Session`] at some token, to return to.
-#[derive(Clone)]
-pub struct Snapshot {
-    caches: Vec<Vec<CpuCache>>,
-    n_tokens: usize,
+pub struct Snapshot(Saved);
+
+enum Saved {
+    Cpu(SavedSequence<CpuBackend>),
+    Cuda(SavedSequence<CudaBackend>),
 }
 
 impl Session<'_> {
     /// Tokens read so far.
     pub fn n_tokens(&self) -> usize {
-        self.n_tokens
+        with_sequence!(&self.running, (_, sequence) => sequence.n_tokens)
     }
 
     /// Bytes that the caches take now.
     pub fn cache_bytes(&self) -> usize {
-        self.caches.iter().flatten().map(|cache| self.model.backend.cache_bytes(cache)).sum()
+        with_sequence!(&self.running, (engine, sequence) => engine.cache_bytes(sequence))
     }
 
     /// Reads tokens layer by layer and continues the caches. Returns the logits `[vocab_size]` behind the last one.
@@ -397,31 +461,11 @@ impl Session<'_> {
         tokens: &[u32],
         observer: &mut dyn Observer,
     ) -> Result<Vec<f32>, RunnerError> {
-        let model = self.model;
-        model.check_tokens(self.n_tokens, tokens)?;
-        model.threads.install(|| {
-            let (b, network) = (&model.backend, &model.network);
-            let mut pass = model.pass(observer);
-            let mut logits = Vec::new();
-            let n_parts = tokens.len().div_ceil(model.options.batch_tokens);
-            for (part, tokens) in tokens.chunks(model.options.batch_tokens).enumerate() {
-                let mut batch = Batch::default();
-                batch.push(0, self.n_tokens, tokens);
-                let mut streams = network.embed(b, &batch)?;
-                for (layer, caches) in self.caches.iter_mut().enumerate() {
-                    network.layer(b, layer, &mut streams, &batch, caches, &mut pass)?;
-                }
-                self.n_tokens += tokens.len();
-                if part + 1 == n_parts {
-                    let last = tokens.len() - 1..tokens.len();
-                    let places = &batch.places[last.clone()];
-                    let row = network.head(b, &b.rows(&streams, last), places, &mut pass)?;
-                    logits = b.read(&row).into_owned();
-                    check_logits(&logits, self.n_tokens - 1)?;
-                }
-            }
-            Ok(logits)
-        })
+        self.model.check_tokens(self.n_tokens(), tokens)?;
+        let running = &mut self.running;
+        self.model.threads.install(
+            || with_sequence!(running, (engine, sequence) => engine.prefill(sequence, tokens, observer)),
+        )
     }
 
     /// Reads one token. Returns the logits `[vocab_size]` behind it.
@@ -429,17 +473,62 @@ impl Session<'_> {
     /// # Errors
     /// As [`Session::prefill`].
     pub fn decode(&mut self, token: u32) -> Result<Vec<f32>, RunnerError> {
-        self.prefill(&[token])
+        self.model.check_tokens(self.n_tokens(), &[token])?;
+        let running = &mut self.running;
+        self.model.threads.install(|| {
+            with_sequence!(running, (engine, sequence) => {
+                engine.decode(sequence, token, engine.options.record_steps)
+            })
+        })
+    }
+
+    /// [`Session::prefill`], or [`Session::decode`] of a single token (if `work` says so), with the time of every kernel,
+    /// the longest first. Kernels run one after the other then.
+    ///
+    /// # Errors
+    /// As these, or if the model is not on a GPU.
+    pub fn profile(&mut self, tokens: &[u32], work: Work) -> Result<Vec<KernelShare>, RunnerError> {
+        self.model.check_tokens(self.n_tokens(), tokens)?;
+        let Running::Cuda(engine, sequence) = &mut self.running else {
+            return Err(RunnerError::BadOption {
+                option: "profile",
+                found: CpuBackend::NAME.into(),
+                expected: "a model on a GPU",
+            });
+        };
+        let ((), shares) = self.model.threads.install(|| {
+            engine.backend.profile(|| match (work, tokens) {
+                (Work::Token, &[token]) => engine.decode(sequence, token, false).map(drop),
+                _ => engine.prefill(sequence, tokens, &mut NoObserver).map(drop),
+            })
+        })?;
+        Ok(shares)
     }
 
     /// The state now.
-    pub fn snapshot(&self) -> Snapshot {
-        Snapshot { caches: self.caches.clone(), n_tokens: self.n_tokens }
+    ///
+    /// # Errors
+    /// If the device has no room for it.
+    pub fn snapshot(&self) -> Result<Snapshot, RunnerError> {
+        Ok(Snapshot(match &self.running {
+            Running::Cpu(engine, sequence) => Saved::Cpu(engine.save(sequence)?),
+            Running::Cuda(engine, sequence) => Saved::Cuda(engine.save(sequence)?),
+        }))
     }
 
     /// Returns to a state of this or another session of the same model.
-    pub fn restore(&mut self, snapshot: &Snapshot) {
-        self.caches.clone_from(&snapshot.caches);
-        self.n_tokens = snapshot.n_tokens;
+    ///
+    /// # Errors
+    /// If the device has no room for it, or it is a state of a model on another processor.
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<(), RunnerError> {
+        match (&mut self.running, &snapshot.0) {
+            (Running::Cpu(engine, sequence), Saved::Cpu(saved)) => engine.restore(sequence, saved),
+            (Running::Cuda(engine, sequence), Saved::Cuda(saved)) => engine.restore(sequence, saved),
+            _ => Err(RunnerError::BadOption {
+                option: "snapshot",
+                found: "a state of a model on another processor".into(),
+                expected: "a state of this model",
+            }),
+        }
     }
 }

@@ -1,6 +1,6 @@
 //! Arguments that several commands share: where weights come from, and what becomes of them.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::{Args, ValueEnum};
@@ -14,13 +14,14 @@ use gguf_tools::source::{CheckpointSource, GgufSource, WeightSource};
 use imatrix::Imatrix;
 
 use super::UsageError;
+use super::remote::{self, Replica};
 
 /// Where the weights come from.
 #[derive(Debug, Args)]
 #[group(skip)]
 pub(crate) struct SourceArguments {
     /// Folder of the official checkpoint: config.json, tokenizer.json, safetensors shards.
-    #[arg(long, value_name = "DIR", required_unless_present = "from", conflicts_with = "from")]
+    #[arg(long, value_name = "DIR", conflicts_with = "from")]
     hf: Option<PathBuf>,
     /// A GGUF file (any shard of a split one) to requantize instead.
     #[arg(long, value_name = "FILE")]
@@ -35,11 +36,52 @@ pub(crate) struct SourceArguments {
 
 impl SourceArguments {
     pub(crate) fn open(&self) -> anyhow::Result<Box<dyn WeightSource>> {
+        if let Some(name) = [&self.hf, &self.from].into_iter().flatten().find(|path| remote::is_remote(path))
+        {
+            let name = name.display();
+            return Err(UsageError(format!(
+                "only `plan` and `inspect` read from the hub, and only headers\n  fetch it first: ggsmith download {name}"
+            ))
+            .into());
+        }
         Ok(match (&self.hf, &self.from) {
-            (Some(folder), _) => Box::new(CheckpointSource::new(Checkpoint::open(folder)?)?),
-            (None, Some(file)) => Box::new(GgufSource::new(Gguf::open(file)?, self.allow_requantize)?),
+            (Some(folder), _) => open_checkpoint(folder)?,
+            (None, Some(file)) => self.open_gguf(file)?,
             (None, None) => return Err(UsageError("give --hf DIR or --from FILE".to_owned()).into()),
         })
+    }
+
+    fn open_gguf(&self, file: &Path) -> anyhow::Result<Box<dyn WeightSource>> {
+        Ok(Box::new(GgufSource::new(Gguf::open(file)?, self.allow_requantize)?))
+    }
+
+    /// Opens the source for its headers only, which may lie on the hub: `name`, or what the flags say. The copy of the headers
+    /// must live as long as the source.
+    pub(crate) fn open_headers(
+        &self,
+        name: Option<&Path>,
+    ) -> anyhow::Result<(Box<dyn WeightSource>, Option<Replica>)> {
+        if name.is_some() && (self.hf.is_some() || self.from.is_some()) {
+            return Err(UsageError("give hf:ORG/NAME or --hf or --from, not two of them".to_owned()).into());
+        }
+        let checkpoint = name.or(self.hf.as_deref()).filter(|name| remote::is_remote(name));
+        let file = self.from.as_deref().filter(|name| remote::is_remote(name));
+        let replica = match (checkpoint, file) {
+            (Some(name), _) => remote::checkpoint(name)?,
+            (None, Some(name)) => remote::gguf(name)?,
+            (None, None) if name.is_none() => return Ok((self.open()?, None)),
+            (None, None) => {
+                return Err(
+                    UsageError("a source by itself is hf:ORG/NAME; for folders use --hf".to_owned()).into()
+                );
+            }
+        };
+        let opened = match checkpoint {
+            Some(_) => open_checkpoint(&replica.path),
+            None => self.open_gguf(&replica.path),
+        };
+        let source = opened.map_err(|error| replica.rename_error(&error))?;
+        Ok((source, Some(replica)))
     }
 
     /// The folder or file.
@@ -50,6 +92,10 @@ impl SourceArguments {
     pub(crate) fn label(&self, source: &dyn WeightSource) -> String {
         self.label.clone().unwrap_or_else(|| source.label())
     }
+}
+
+fn open_checkpoint(folder: &Path) -> anyhow::Result<Box<dyn WeightSource>> {
+    Ok(Box::new(CheckpointSource::new(Checkpoint::open(folder)?)?))
 }
 
 /// Heading of the recipe's flags in the help. It would hold for all flags that follow: groups with headings come last.
@@ -115,17 +161,21 @@ pub(crate) struct RecipeArguments {
     override_kv: Vec<String>,
 }
 
+/// A built-in recipe, or that of a file.
+pub(crate) fn recipe_named(name: &str) -> anyhow::Result<Recipe> {
+    if let Some(recipe) = Recipe::built_in(name) {
+        return Ok(recipe);
+    }
+    let text = std::fs::read_to_string(name).with_context(|| {
+        let names: Vec<_> = gguf_tools::plan::BUILT_IN.iter().map(|(name, _)| *name).collect();
+        format!("`{name}` is neither a recipe ({}) nor a readable file", names.join(", "))
+    })?;
+    Recipe::from_toml(&text).with_context(|| format!("in recipe file `{name}`"))
+}
+
 impl RecipeArguments {
     pub(crate) fn recipe(&self) -> anyhow::Result<Recipe> {
-        let mut recipe = if let Some(recipe) = Recipe::built_in(&self.recipe) {
-            recipe
-        } else {
-            let text = std::fs::read_to_string(&self.recipe).with_context(|| {
-                let names: Vec<_> = gguf_tools::plan::BUILT_IN.iter().map(|(name, _)| *name).collect();
-                format!("`{}` is neither a recipe ({}) nor a readable file", self.recipe, names.join(", "))
-            })?;
-            Recipe::from_toml(&text).with_context(|| format!("in recipe file `{}`", self.recipe))?
-        };
+        let mut recipe = recipe_named(&self.recipe)?;
         let mut set = |families: &[Family], target: Option<BlockType>| {
             for (family, target) in families.iter().zip(std::iter::repeat(target)) {
                 if let Some(target) = target {

@@ -2,19 +2,21 @@
 
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::Arc;
 use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
-use gguf_tools::account::{TokenBytes, bytes_per_token_of};
+use gguf_tools::account::{TokenBytes, bytes_per_token, bytes_per_token_of};
 use runner::bandwidth::read_bandwidth;
 use runner::logits::argmax;
-use runner::tokenizer::Tokenizer;
+use runner::ops::Work;
+use runner::weights::{WeightSource, open_source};
 use runner::{Model, Session};
 use serde::Serialize;
 use serde_json::json;
 
-use super::model::ModelArguments;
+use super::model::{ComputeArguments, SyntheticArguments, print_memory_plan, tokenizer};
 use super::{UsageError, print, print_json};
 use crate::nano;
 use crate::render::progress::interrupted;
@@ -23,8 +25,19 @@ use crate::render::units;
 
 #[derive(Debug, Args)]
 pub(super) struct Arguments {
+    /// A GGUF file (any shard of a split one) or the folder of an official checkpoint.
+    #[arg(
+        short,
+        long,
+        value_name = "FILE|DIR",
+        required_unless_present = "synthetic",
+        help_heading = "Model"
+    )]
+    model: Option<PathBuf>,
     #[command(flatten)]
-    model: ModelArguments,
+    synthetic: SyntheticArguments,
+    #[command(flatten)]
+    compute: ComputeArguments,
     /// Text to read, repeated until it is long enough; a built-in one if left out.
     #[arg(long, value_name = "FILE")]
     prompt_file: Option<PathBuf>,
@@ -46,6 +59,9 @@ pub(super) struct Arguments {
     /// Read bandwidth of the memory, for the roofline; measured if left out.
     #[arg(long, value_name = "GB/s")]
     bandwidth: Option<f64>,
+    /// Print the time of every kernel instead (on a GPU).
+    #[arg(long)]
+    profile: bool,
     /// Write the measurements to a CSV file too, line by line as they come.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -106,18 +122,25 @@ struct Machine {
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     arguments.check()?;
-    let token_bytes = bytes_per_token_of(arguments.model.path())?;
+    let options = arguments.compute.options()?;
+    let (source, token_bytes) = arguments.source()?;
+    print_memory_plan(source.as_ref(), &options);
     let started = Instant::now();
-    let model = arguments.model.open()?;
+    let model = Model::new(&source, options)?;
     let load_seconds = started.elapsed().as_secs_f64();
     let contexts = arguments.contexts(model.context_limit())?;
-    let prompt =
-        arguments.prompt(&arguments.model.tokenizer()?, contexts.last().copied().unwrap_or_default())?;
+    let prompt = arguments.prompt(&model, contexts.last().copied().unwrap_or_default())?;
     let bandwidth = match arguments.bandwidth {
         Some(given) => 1e9 * given,
-        None => read_bandwidth(arguments.model.n_threads())?,
+        None => match model.device_bandwidth()? {
+            Some(measured) => measured,
+            None => read_bandwidth(arguments.compute.n_threads())?,
+        },
     };
     let machine = Machine { load_seconds, token_bytes, bandwidth };
+    if arguments.profile {
+        return arguments.print_profile(&model, &contexts, &prompt);
+    }
     let rows = arguments.measure(&model, &contexts, &prompt, &machine)?;
     if arguments.json {
         print_json(&json!({
@@ -170,8 +193,58 @@ impl Arguments {
         Ok(std::iter::successors(Some(self.ctx_start), next).collect())
     }
 
-    /// The text's tokens, repeated up to `n`.
-    fn prompt(&self, tokenizer: &Tokenizer, n: usize) -> anyhow::Result<Vec<u32>> {
+    /// Weights, and what a token reads of them.
+    fn source(&self) -> anyhow::Result<(Arc<dyn WeightSource>, TokenBytes)> {
+        if let Some(source) = self.synthetic.source()? {
+            let bytes = bytes_per_token(source.headers(), source.hyper_parameters())?;
+            return Ok((source, bytes));
+        }
+        let path = self.model.as_deref().context("the parser demands a model")?;
+        Ok((open_source(path)?, bytes_per_token_of(path)?))
+    }
+
+    /// Time of every kernel in reading up to each context, and in generating one token there.
+    fn print_profile(&self, model: &Model, contexts: &[usize], prompt: &[u32]) -> anyhow::Result<ExitCode> {
+        let mut all = Vec::new();
+        for &context in contexts {
+            let mut session = model.session();
+            let logits = session.prefill(&prompt[..context])?;
+            let token = [argmax(&logits)];
+            // Memory is taken by the first step and the first batch, graphs are recorded by the second step.
+            session.decode(token[0])?;
+            let decode = session.profile(&token, Work::Token)?;
+            let prefill = model.session().profile(&prompt[..context], Work::Batch)?;
+            for (what, shares) in [("decode", decode), ("prefill", prefill)] {
+                let total: f64 = shares.iter().map(|share| share.microseconds).sum();
+                eprintln!("{what} at {context} tokens: {:.3} ms in all kernels", total / 1e3);
+                for share in &shares {
+                    eprintln!(
+                        "  {:<28} {:>6} launches {:>10.1} us {:>8.2} us each {:>5.1} %",
+                        share.kernel,
+                        share.launches,
+                        share.microseconds,
+                        share.microseconds / share.launches as f64,
+                        100.0 * share.microseconds / total
+                    );
+                }
+                all.push(
+                    json!({ "work": what, "ctx_tokens": context, "microseconds": total, "kernels": shares }),
+                );
+            }
+        }
+        if self.json {
+            print_json(&json!({ "provenance": model.provenance(), "profiles": all }))?;
+        }
+        Ok(ExitCode::SUCCESS)
+    }
+
+    /// The text's tokens, repeated up to `n`; for a synthetic model, which speaks no language, tokens spread evenly.
+    fn prompt(&self, model: &Model, n: usize) -> anyhow::Result<Vec<u32>> {
+        let Some(path) = &self.model else {
+            let vocabulary = model.hyper_parameters().vocab_size;
+            return Ok((0..n as u64).map(|i| (i * 7919 % vocabulary) as u32).collect());
+        };
+        let tokenizer = tokenizer(path)?;
         let text = match &self.prompt_file {
             Some(path) => {
                 std::fs::read_to_string(path).with_context(|| format!("cannot read `{}`", path.display()))?
@@ -224,13 +297,18 @@ fn row(
     let reading = Instant::now();
     let mut logits = session.prefill(tokens)?;
     let read = reading.elapsed().as_secs_f64();
-    let (ctx_tokens, kvcache_bytes, here) = (session.n_tokens(), session.cache_bytes(), session.snapshot());
+    let (ctx_tokens, kvcache_bytes, here) = (session.n_tokens(), session.cache_bytes(), session.snapshot()?);
+    // A GPU takes memory in the first step and records the second: once a session, not a token.
+    for _ in 0..2 {
+        session.decode(argmax(&logits))?;
+    }
+    session.restore(&here)?;
     let writing = Instant::now();
     for _ in 0..n_generated {
         logits = session.decode(argmax(&logits))?;
     }
     let gen_tps = n_generated as f64 / writing.elapsed().as_secs_f64();
-    session.restore(&here);
+    session.restore(&here)?;
     let bytes_per_token = machine.token_bytes.total();
     Ok(Row {
         ctx_tokens,

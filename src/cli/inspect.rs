@@ -1,6 +1,6 @@
 //! `inspect`: what a file says about itself, from its headers.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::Args;
@@ -8,13 +8,13 @@ use gguf_tools::gguf::Gguf;
 use gguf_tools::inspect::{Inspection, Total, inspect};
 use serde_json::json;
 
-use super::{print, print_json};
+use super::{print, remote};
 use crate::render::table::table;
 use crate::render::units;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// The GGUF file, or any shard of a split set.
+    /// The GGUF file, or any shard of a split set. hf:ORG/NAME/PATH reads only the headers of a file on the hub.
     file: PathBuf,
     /// List every tensor.
     #[arg(long)]
@@ -28,7 +28,18 @@ pub(crate) struct Arguments {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
-    let gguf = Gguf::open(&arguments.file)?;
+    if remote::is_remote(&arguments.file) {
+        let replica = remote::gguf(&arguments.file)?;
+        let text = report(&replica.path, arguments).map_err(|error| replica.rename_error(&error))?;
+        print(&replica.rename(&text))?;
+    } else {
+        print(&report(&arguments.file, arguments)?)?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn report(file: &Path, arguments: &Arguments) -> anyhow::Result<String> {
+    let gguf = Gguf::open(file)?;
     let inspection = inspect(&gguf);
     if arguments.json {
         let tensors: Vec<_> = gguf
@@ -45,8 +56,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
                 })
             })
             .collect();
-        print_json(&json!({ "inspection": inspection, "tensors": tensors }))?;
-        return Ok(ExitCode::SUCCESS);
+        let report = json!({ "inspection": inspection, "tensors": tensors });
+        return Ok(serde_json::to_string_pretty(&report)?);
     }
     let mut text = summary(&inspection);
     if arguments.metadata {
@@ -68,8 +79,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             .collect();
         text += &format!("\n\n{}", table(&["tensor", "type", "shape", "bytes"], 3, &rows));
     }
-    print(&text)?;
-    Ok(ExitCode::SUCCESS)
+    Ok(text)
 }
 
 fn summary(inspection: &Inspection) -> String {

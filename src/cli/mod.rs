@@ -1,18 +1,33 @@
 //! The commands. Each file: the arguments of one, and what it prints.
 
+mod account;
 mod arguments;
 mod bench;
 mod calibrate;
 mod compare;
+mod diff;
+mod doctor;
+mod download;
+mod imatrix;
 mod inspect;
+mod merge;
 mod model;
 mod plan;
 mod quantize;
 mod quickstart;
+mod relabel;
+mod remote;
+mod rewritten;
 mod run;
 mod score;
 mod shell;
+mod splice;
+mod split;
+mod steer;
+mod steering;
 mod synth;
+mod trace;
+mod vectors;
 mod verify;
 
 use std::io::Write;
@@ -21,7 +36,7 @@ use std::process::ExitCode;
 use clap::{Parser, Subcommand};
 use serde::Serialize;
 
-/// Makes, checks and proves GGUF files of DeepSeek V4, offline.
+/// Makes, checks and proves GGUF files of DeepSeek V4. Only `download` and names that begin with hf: use the network.
 ///
 /// Exit codes: 0 done, 1 failed, 2 wrong usage, 130 interrupted.
 #[derive(Debug, Parser)]
@@ -35,6 +50,8 @@ pub(crate) struct Cli {
 enum Command {
     /// Show the whole job on a small model, end to end, without a download.
     Quickstart(quickstart::Arguments),
+    /// Fetch models and checkpoints, whole and right.
+    Download(download::Arguments),
     /// What each tensor becomes and how large the file will be, from headers alone.
     Plan(plan::Arguments),
     /// Turn official safetensors, or another GGUF, into a GGUF.
@@ -45,14 +62,36 @@ enum Command {
     Verify(verify::Arguments),
     /// Compare a GGUF with the checkpoint it was made from.
     Compare(compare::Arguments),
+    /// What a decoded token costs: bytes by family, caches, ceilings of machines; from headers alone.
+    Account(account::Arguments),
+    /// Divide a GGUF into shards or into files by layers.
+    Split(split::Arguments),
+    /// Put a split set or layer files back into one file.
+    Merge(merge::Arguments),
+    /// Take some tensors of a file from another.
+    Splice(splice::Arguments),
+    /// Change metadata without touching tensors.
+    Relabel(relabel::Arguments),
+    /// Show what distinguishes two GGUF files.
+    Diff(diff::Arguments),
     /// Generate text.
     Run(run::Arguments),
     /// Measure how fast a model reads and writes as the context grows.
     Bench(bench::Arguments),
+    /// Show what this machine can compute with, and check that it computes right.
+    Doctor(doctor::Arguments),
     /// Show the tokens of a text.
     Tokenize(run::TokenizeArguments),
-    /// Measure how close a file's predictions are to another's.
+    /// Measure how good a file is: by official answers, and by another file's predictions.
     Score(score::Arguments),
+    /// Collect, show, merge, convert and compare importance matrices; build calibration texts.
+    Imatrix(imatrix::Arguments),
+    /// Replay recorded expert choices against caches.
+    Trace(trace::Arguments),
+    /// Record, fetch and check predictions behind fixed prompts.
+    Vectors(vectors::Arguments),
+    /// Find, try, show and convert directions in a model's activations.
+    Steer(steer::Arguments),
     /// Write a random but sane model of any shape, as a checkpoint or a GGUF.
     Synth(synth::Arguments),
     /// Print the completion script of a shell.
@@ -66,15 +105,27 @@ pub(crate) fn run(cli: Cli) -> anyhow::Result<ExitCode> {
     crate::render::progress::stop_on_signals()?;
     match cli.command {
         Command::Quickstart(a) => quickstart::run(&a),
+        Command::Download(a) => download::run(&a),
         Command::Plan(a) => plan::run(&a),
         Command::Quantize(a) => quantize::run(&a),
         Command::Inspect(a) => inspect::run(&a),
         Command::Verify(a) => verify::run(&a),
         Command::Compare(a) => compare::run(&a),
+        Command::Account(a) => account::run(&a),
+        Command::Split(a) => split::run(&a),
+        Command::Merge(a) => merge::run(&a),
+        Command::Splice(a) => splice::run(&a),
+        Command::Relabel(a) => relabel::run(&a),
+        Command::Diff(a) => diff::run(&a),
         Command::Run(a) => run::run(&a),
         Command::Bench(a) => bench::run(&a),
+        Command::Doctor(a) => doctor::run(&a),
         Command::Tokenize(a) => run::tokenize(&a),
         Command::Score(a) => score::run(&a),
+        Command::Imatrix(a) => imatrix::run(&a),
+        Command::Trace(a) => trace::run(&a),
+        Command::Vectors(a) => vectors::run(&a),
+        Command::Steer(a) => steer::run(&a),
         Command::Synth(a) => synth::run(&a),
         Command::Completions(a) => shell::completions(&a),
         Command::Man(a) => shell::man(&a),

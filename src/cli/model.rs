@@ -1,13 +1,24 @@
 //! Arguments and steps that the commands which run a model share.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use anyhow::Context;
 use clap::Args;
 use gguf_tools::checkpoint::Checkpoint;
 use gguf_tools::gguf::Gguf;
+use gguf_tools::plan::Recipe;
+use gguf_tools::source::WeightSource as _;
+use gguf_tools::synth::{Shape, SynthOptions, SynthSource};
+use runner::cuda::Plan as MemoryPlan;
+use runner::cuda::driver::{Device, driver_is_present};
 use runner::tokenizer::Tokenizer;
-use runner::{ActivationPrecision, Model, Numerics, Options};
+use runner::weights::{SyntheticSource, WeightSource, open_source};
+use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
+
+use super::arguments::recipe_named;
+use super::steering::SteeringArguments;
+use crate::render::units;
 
 /// Which model, and how it is computed.
 #[derive(Debug, Args)]
@@ -18,18 +29,24 @@ pub(super) struct ModelArguments {
     model: PathBuf,
     #[command(flatten)]
     compute: ComputeArguments,
+    #[command(flatten)]
+    steering: SteeringArguments,
 }
 
 /// How a model is computed.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub(super) struct ComputeArguments {
+    /// What computes: `cuda`, an NVIDIA GPU that holds the whole model, or `cpu`; `auto` takes a GPU if there is one.
+    #[arg(long, value_name = "NAME", default_value = "auto", value_parser = ["auto", "cpu", "cuda"])]
+    backend: String,
     /// Rounding of activations: `official` as the model was trained, `exact` as a float reference.
     #[arg(long, value_name = "MODE", default_value = "official", value_parser = ["official", "exact"])]
     numerics: String,
-    /// Inputs of quantized matrices: `int8` is fast, `f32` exact.
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = ["f32", "int8"])]
-    activations: String,
+    /// Inputs of quantized matrices: `f32` is exact, `int8` fast on a CPU, `mixed` fast on a GPU. If left out: `f32` on
+    /// a CPU, `mixed` on a GPU.
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "int8", "mixed"])]
+    activations: Option<String>,
     /// Most tokens of a sequence; what the model is made for if left out.
     #[arg(short = 'c', long = "ctx", value_name = "N")]
     context: Option<usize>,
@@ -42,32 +59,111 @@ pub(super) struct ComputeArguments {
 }
 
 impl ComputeArguments {
+    /// Threads as asked for: 0 for all processors.
+    pub(super) fn n_threads(&self) -> usize {
+        self.threads
+    }
+
     pub(super) fn options(&self) -> anyhow::Result<Options> {
         let numerics = Numerics::NAMES.iter().find(|(name, _)| *name == self.numerics);
-        let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == self.activations);
+        let processor = match &*self.backend {
+            "cuda" => Processor::Cuda(0),
+            "auto" if driver_is_present() && Device::open(0).is_ok() => Processor::Cuda(0),
+            _ => Processor::Cpu,
+        };
+        let plain = Options::default();
+        let fast = if processor == Processor::Cpu { "f32" } else { "mixed" };
+        let activations = self.activations.as_deref().unwrap_or(fast);
+        let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == activations);
         Ok(Options {
+            processor,
             numerics: numerics.context("the parser admits known modes only")?.1,
             activations: activations.context("the parser admits known types only")?.1,
             n_threads: self.threads,
             context_limit: self.context,
             check_finite: self.check_finite,
-            ..Options::default()
+            // Kernels for many tokens want many, and a GPU that holds the model has room for their queries.
+            attention_tokens: if processor == Processor::Cpu {
+                plain.attention_tokens
+            } else {
+                plain.batch_tokens
+            },
+            ..plain
         })
     }
 }
 
+/// A model without a file, in place of one.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Synthetic model")]
+pub(super) struct SyntheticArguments {
+    /// Instead of a model random weights of this shape, made by the device.
+    #[arg(long, value_name = "SHAPE", conflicts_with = "model", value_parser = ["tiny", "flash", "pro"])]
+    synthetic: Option<String>,
+    /// Types of the synthetic model: a recipe, or a file of one.
+    #[arg(long, value_name = "NAME|FILE", default_value = "q2", requires = "synthetic")]
+    recipe: String,
+    /// Layers of the synthetic model; all of the shape if left out.
+    #[arg(long, value_name = "N", requires = "synthetic")]
+    layers: Option<u64>,
+    /// Routed experts of a layer of the synthetic model; all of the shape if left out.
+    #[arg(long = "experts", value_name = "N", requires = "synthetic")]
+    n_experts: Option<u64>,
+    /// Seed of the synthetic model.
+    #[arg(long, value_name = "N", default_value_t = 0, requires = "synthetic")]
+    seed: u64,
+}
+
+impl SyntheticArguments {
+    /// The model that was asked for, if one was.
+    pub(super) fn source(&self) -> anyhow::Result<Option<Arc<SyntheticSource>>> {
+        let Some(shape) = &self.synthetic else { return Ok(None) };
+        let shape = Shape::NAMES.iter().find(|(name, _)| name == shape);
+        let (_, shape) = *shape.context("the parser admits known shapes only")?;
+        let options = SynthOptions {
+            layers: self.layers,
+            experts: self.n_experts,
+            seed: self.seed,
+            ..SynthOptions::new(shape)
+        };
+        synthetic(&options, &recipe_named(&self.recipe)?).map(Some)
+    }
+}
+
+/// A synthetic model in the types of a recipe.
+pub(super) fn synthetic(options: &SynthOptions, recipe: &Recipe) -> anyhow::Result<Arc<SyntheticSource>> {
+    let source = SynthSource::new(options)?;
+    let plan = gguf_tools::plan::Plan::new(&source, recipe, source.metadata()?)?;
+    Ok(Arc::new(SyntheticSource::new(source, &plan, options.seed)?))
+}
+
+/// Says what of the device's memory a model takes.
+pub(super) fn print_memory_plan(source: &dyn WeightSource, options: &Options) {
+    if options.processor == Processor::Cpu {
+        return;
+    }
+    let plan = MemoryPlan::new(source, options);
+    eprintln!(
+        "memory of the device: {} = weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
+        units::bytes(plan.total()),
+        units::bytes(plan.weights),
+        units::bytes(plan.cache),
+        plan.tokens,
+        units::bytes(plan.scratch),
+        units::bytes(plan.reserve),
+    );
+}
+
 impl ModelArguments {
     pub(super) fn open(&self) -> anyhow::Result<Model> {
-        Ok(Model::open(&self.model, self.compute.options()?)?)
+        let options = self.steering.add_to(self.compute.options()?, &self.model)?;
+        let source = open_source(&self.model)?;
+        print_memory_plan(source.as_ref(), &options);
+        Ok(Model::new(&source, options)?)
     }
 
     pub(super) fn path(&self) -> &Path {
         &self.model
-    }
-
-    /// Threads as asked for: 0 for all processors.
-    pub(super) fn n_threads(&self) -> usize {
-        self.compute.threads
     }
 
     pub(super) fn tokenizer(&self) -> anyhow::Result<Tokenizer> {

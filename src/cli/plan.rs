@@ -15,6 +15,9 @@ use crate::render::units;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
+    /// A checkpoint on the hub, of which only the headers are read. --hf and --from take such names too.
+    #[arg(value_name = "hf:ORG/NAME[@REV]")]
+    remote: Option<PathBuf>,
     #[command(flatten)]
     source: SourceArguments,
     /// Where the file would go: its folder is asked for free space.
@@ -43,7 +46,8 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         print(arguments.recipe.recipe()?.to_toml().trim_end())?;
         return Ok(ExitCode::SUCCESS);
     }
-    let source = arguments.source.open()?;
+    // The copy of remote headers goes when it is dropped.
+    let (source, _replica) = arguments.source.open_headers(arguments.remote.as_deref())?;
     let matrix = arguments.importance.open()?;
     let label = arguments.source.label(source.as_ref());
     let plan = make_plan(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), false)?;

@@ -8,7 +8,8 @@ use clap::Args;
 use gguf_tools::build::{
     BuildOptions, BuildReport, ByFeedback, FeedbackOutcome, build, build_calibrated, is_walked,
 };
-use gguf_tools::plan::{Conversion, Plan};
+use gguf_tools::plan::{Conversion, Plan, PlanPart};
+use gguf_tools::rewrite::{parse_layer_parts, shard_name};
 use imatrix::{Imatrix, MissingPolicy, StackedTensor, TensorCoverage};
 
 use super::arguments::{
@@ -16,7 +17,8 @@ use super::arguments::{
 };
 use super::calibrate::CalibrationArguments;
 use super::plan::View;
-use super::{print, print_json};
+use super::rewritten::usage_or_failure;
+use super::{UsageError, print, print_json};
 use crate::render::progress::Reporter;
 use crate::render::table::table;
 use crate::render::units;
@@ -28,6 +30,12 @@ pub(crate) struct Arguments {
     /// The file to write.
     #[arg(long, value_name = "FILE")]
     out: PathBuf,
+    /// Make one part only, by layers, as 0:30 or 31:output: an ordinary file, as ds4 loads it. `merge` joins the parts.
+    #[arg(long, value_name = "FIRST:LAST", conflicts_with = "shard")]
+    layers: Option<String>,
+    /// Make share I of N of the file, as PREFIX-0000I-of-0000N.gguf, on one of N machines. `merge` joins the shares.
+    #[arg(long, value_name = "I/N")]
+    shard: Option<String>,
     /// Print the plan and stop.
     #[arg(long)]
     dry_run: bool,
@@ -65,11 +73,28 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let source = arguments.source.open()?;
     let matrix = arguments.importance.open()?;
     let label = arguments.source.label(source.as_ref());
-    let hash_files = !arguments.dry_run;
+    let part = part(arguments)?;
+    let hash_files = !arguments.dry_run && part.is_none_or(|part| part.names_source_sums());
     let text = arguments.calibration.read(arguments.source.path())?;
+    if text.is_some() && part.is_some() {
+        let message = "--calibrate makes whole files: every layer needs what the layers before it compute; leave out --shard and --layers";
+        return Err(UsageError(message.to_owned()).into());
+    }
     let more = text.as_ref().map(|text| text.metadata.clone()).unwrap_or_default();
-    let plan = make_plan_with(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files, &more)?;
+    let mut plan =
+        make_plan_with(source.as_ref(), &arguments.recipe, label, matrix.as_ref(), hash_files, &more)?;
     warn_of(&plan);
+    if let Some(part) = part {
+        plan = plan.part(part).map_err(|e| UsageError(e.to_string()))?;
+    }
+    let out = match part {
+        Some(PlanPart::Shard { index, n_shards }) => {
+            let whole = &arguments.out;
+            let named = whole.extension().is_some_and(|e| e.eq_ignore_ascii_case("gguf"));
+            shard_name(&if named { whole.with_extension("") } else { whole.clone() }, index, n_shards)
+        }
+        _ => arguments.out.clone(),
+    };
     if let Some(matrix) = &matrix {
         report_coverage(&plan, matrix, &arguments.importance, arguments.json)?;
     }
@@ -82,7 +107,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         );
     }
     if arguments.dry_run {
-        let out = Some(arguments.out.as_path());
+        let out = Some(out.as_path());
         if arguments.json {
             print_json(&view.json(out)?)?;
         } else {
@@ -98,21 +123,44 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let reporter = Reporter::new("quantizing", arguments.quiet);
     let importance = importance_of(matrix.as_ref());
     let result = match text {
-        None => build(&plan, source.as_ref(), importance, &arguments.out, options, &reporter),
+        None => build(&plan, source.as_ref(), importance, &out, options, &reporter),
         Some(text) => {
             let identity = plan.identity();
-            let beside = Some(arguments.out.as_path());
+            let beside = Some(out.as_path());
             let model = arguments.source.path();
             let (mut pass, mut quantizer) = text.pass(model, beside, &identity, threads.unwrap_or(0))?;
             quantizer.plain.objective = plan.objective;
             quantizer.plain.scale_gain = plan.recipe.scale_gain;
             let by = ByFeedback { calibration: &mut pass, quantizer: &quantizer };
-            build_calibrated(&plan, source.as_ref(), importance, by, &arguments.out, options, &reporter)
+            build_calibrated(&plan, source.as_ref(), importance, by, &out, options, &reporter)
         }
     };
     reporter.finish();
     print_report(&result?, arguments.json)?;
     Ok(ExitCode::SUCCESS)
+}
+
+/// Which part of the file is to be made; `None`: all of it.
+fn part(arguments: &Arguments) -> anyhow::Result<Option<PlanPart>> {
+    if let Some(text) = &arguments.layers {
+        let parts = parse_layer_parts(text).map_err(usage_or_failure)?;
+        let [part] = parts.as_slice() else {
+            return Err(UsageError(format!(
+                "--layers `{text}`: expected one part, as 0:30; `split` makes several"
+            ))
+            .into());
+        };
+        return Ok(Some(PlanPart::Layers(*part)));
+    }
+    let Some(text) = &arguments.shard else { return Ok(None) };
+    let wrong = || UsageError(format!("--shard `{text}`: expected I/N with I from 1 to N, as 2/4"));
+    let (number, n_shards) = text.split_once('/').ok_or_else(wrong)?;
+    let number: usize = number.trim().parse().map_err(|_| wrong())?;
+    let n_shards: usize = n_shards.trim().parse().map_err(|_| wrong())?;
+    if !(1..=n_shards).contains(&number) {
+        return Err(wrong().into());
+    }
+    Ok(Some(PlanPart::Shard { index: number - 1, n_shards }))
 }
 
 /// What a build did.

@@ -8,10 +8,13 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
+use runner::Model;
 use runner::chat::{Message, render};
 use runner::logits::top_log_probabilities;
+use runner::observe::{NoObserver, Observer};
 use runner::sample::{Sampler, Sampling};
 use runner::tokenizer::{TextStream, Tokenizer};
+use runner::trace::{Phase, Tracer};
 use serde_json::json;
 
 use super::model::ModelArguments;
@@ -91,6 +94,9 @@ pub(super) struct Arguments {
     /// Seed: the same seed gives the same text everywhere.
     #[arg(long, value_name = "N", default_value_t = 0)]
     seed: u64,
+    /// Record which experts every token is sent to, as JSON lines for `trace replay`.
+    #[arg(long, value_name = "FILE")]
+    trace_experts: Option<PathBuf>,
     /// Write the log-probabilities of every generated token to a JSON file.
     #[arg(long, value_name = "FILE")]
     dump_logprobs: Option<PathBuf>,
@@ -114,7 +120,12 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let opened = opening.elapsed().as_secs_f64();
     let mut session = model.session();
     let reading = Instant::now();
-    let mut logits = session.prefill(&prompt)?;
+    let mut tracing =
+        arguments.trace_experts.as_deref().map(|path| Tracing::start(path, &model)).transpose()?;
+    let mut logits = session.prefill_observed(&prompt, observer(&mut tracing, &mut NoObserver))?;
+    if let Some(tracing) = &mut tracing {
+        tracing.tracer.set_phase(Phase::Decode);
+    }
     let read = reading.elapsed().as_secs_f64();
     let (mut stream, mut out) = (TextStream::default(), std::io::stdout().lock());
     let (mut generated, mut steps) = (Vec::new(), Vec::new());
@@ -131,11 +142,14 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         write!(out, "{}", stream.push(&tokenizer.token_bytes(token)))?;
         out.flush()?;
         if generated.len() < arguments.tokens {
-            logits = session.decode(token)?;
+            logits = session.prefill_observed(&[token], observer(&mut tracing, &mut NoObserver))?;
         }
     }
     writeln!(out, "{}", stream.finish())?;
     let wrote = writing.elapsed().as_secs_f64();
+    if let Some(tracing) = tracing {
+        tracing.finish()?;
+    }
     if let Some(path) = &arguments.dump_logprobs {
         let report = json!({
             "provenance": model.provenance(),
@@ -155,6 +169,39 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         model.provenance().activations,
     );
     Ok(if interrupted() { ExitCode::from(130) } else { ExitCode::SUCCESS })
+}
+
+/// A trace on its way to the file: written beside the final name, renamed at the end.
+struct Tracing {
+    tracer: Tracer<BufWriter<tempfile::NamedTempFile>>,
+    path: PathBuf,
+}
+
+impl Tracing {
+    fn start(path: &Path, model: &Model) -> anyhow::Result<Self> {
+        let context = || format!("cannot write `{}`", path.display());
+        let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+        let file = tempfile::NamedTempFile::new_in(folder).with_context(context)?;
+        let tracer = Tracer::new(BufWriter::new(file), model.hyper_parameters()).with_context(context)?;
+        Ok(Self { tracer, path: path.to_owned() })
+    }
+
+    fn finish(self) -> anyhow::Result<()> {
+        let context = || format!("cannot write `{}`", self.path.display());
+        let file = self.tracer.finish().with_context(context)?;
+        let file = file.into_inner().map_err(std::io::IntoInnerError::into_error).with_context(context)?;
+        file.as_file().sync_all().with_context(context)?;
+        file.persist(&self.path).with_context(context)?;
+        Ok(())
+    }
+}
+
+/// Who looks on: the trace, if one is recorded.
+fn observer<'a>(tracing: &'a mut Option<Tracing>, nobody: &'a mut NoObserver) -> &'a mut dyn Observer {
+    match tracing {
+        Some(tracing) => &mut tracing.tracer,
+        None => nobody,
+    }
 }
 
 /// One position as the log-probability file has it.

@@ -1,8 +1,10 @@
-//! Golden loader and makers of hostile files, for the tests of the other crates.
+//! Golden loader, makers of hostile files and a scripted HTTP server, for the tests of the other crates.
 //!
 //! Depends on none of them, so that every crate can use it in its tests.
 
 pub mod gguf;
+pub mod hub;
+pub mod server;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

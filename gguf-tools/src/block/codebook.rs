@@ -86,6 +86,8 @@ pub(super) fn dequantize<C: Codebook>(level: Level, blocks: &[u8], row: &mut [f3
         Level::Scalar => widen::<Scalar, C>(blocks, row),
         #[cfg(target_arch = "x86_64")]
         Level::Avx2 => avx2::dequantize::<C>(blocks, row),
+        #[cfg(target_arch = "aarch64")]
+        Level::Neon => widen::<crate::simd::Neon, C>(blocks, row),
     }
 }
 

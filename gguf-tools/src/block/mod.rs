@@ -31,6 +31,18 @@ pub use registry::{BlockType, UnknownBlockType};
 
 use crate::simd::Level;
 
+/// The published constants of a format with a codebook, packed: in each entry of IQ2_XXS and IQ2_XS eight codes of two
+/// bits (magnitudes 8, 25, 43), of IQ3_XXS four codes of three bits (magnitudes 4, 12, 20, 28, 36, 44, 52, 62).
+/// The first value has the lowest bits. `None` for formats without a codebook.
+pub fn codebook(block_type: BlockType) -> Option<&'static [u16]> {
+    match block_type {
+        BlockType::Iq2Xxs => Some(&grids::IQ2_XXS),
+        BlockType::Iq2Xs => Some(&grids::IQ2_XS),
+        BlockType::Iq3Xxs => Some(&grids::IQ3_XXS),
+        _ => None,
+    }
+}
+
 /// What one block format can compute. Stateless; one static value a format.
 pub trait BlockFormat: Sync {
     /// Widens one row of blocks to `f32`.

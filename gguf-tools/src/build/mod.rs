@@ -201,7 +201,7 @@ pub fn build(
     progress: &dyn Progress,
 ) -> Result<BuildReport, BuildError> {
     let header = plan.layout.header_bytes();
-    let identity = identity(plan, &header, importance, options);
+    let identity = identity(plan, &header, source, importance, options);
     let mut sink = FileSink::open(out, plan.file_bytes(), &identity, &source.files(), options)?;
     let report = build_into(plan, source, importance, &header, &mut sink, options, progress)?;
     sink.finish(options.overwrite)?;
@@ -209,13 +209,26 @@ pub fn build(
 }
 
 /// What must be equal for a part file to be continued: the header (which holds recipe, origin and
-/// importance hash) and everything else that decides bytes.
-fn identity(plan: &Plan, header: &[u8], importance: &dyn ImportanceSource, options: BuildOptions) -> String {
+/// importance hash) and everything else that decides bytes. A shard without the hashes of its sources goes by their
+/// sizes and times instead.
+fn identity(
+    plan: &Plan,
+    header: &[u8],
+    source: &dyn WeightSource,
+    importance: &dyn ImportanceSource,
+    options: BuildOptions,
+) -> String {
     let mut hasher = Sha256::new();
     hasher.update(env!("CARGO_PKG_VERSION"));
     hasher.update(header);
     hasher.update(format!("{:?} {:?}", plan.objective, options.importance_fallback));
     hasher.update(importance.provenance().map(|p| p.sha256).unwrap_or_default());
+    if plan.part.is_some_and(|part| !part.names_source_sums()) {
+        for file in source.files() {
+            let seen = std::fs::metadata(&file).map(|m| (m.len(), m.modified().ok()));
+            hasher.update(format!("{} {:?}", file.display(), seen.ok()));
+        }
+    }
     crate::plan::hex(&hasher.finalize())
 }
 

@@ -21,6 +21,7 @@ pub use check::{Finding, Findings};
 pub use error::{CheckpointError, ShardProblem};
 pub use layout::SourcePrecision;
 pub use shard::{MAX_HEADER_BYTES, SourceTensor};
+pub(crate) use shard::{header_entries, header_length};
 
 use crate::model::{HyperParameters, TensorTable};
 use shard::Shard;

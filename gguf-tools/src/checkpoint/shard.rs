@@ -96,7 +96,7 @@ pub(super) fn read_header(file: &[u8], shard: usize) -> Result<Vec<SourceTensor>
     if let Some(content) = foreign_content(file) {
         return Err(content);
     }
-    let header_bytes = header_length(file)?;
+    let header_bytes = header_length(file, file.len() as u64)? as usize;
     let (_, header) =
         SafeTensors::read_metadata(file).map_err(|e| diagnosis(file, header_bytes, &e.to_string()))?;
     let data_start = LENGTH_BYTES + header_bytes;
@@ -131,9 +131,10 @@ fn foreign_content(file: &[u8]) -> Option<String> {
     }
 }
 
-fn header_length(file: &[u8]) -> Result<usize, String> {
-    let Some(length) = file.first_chunk::<LENGTH_BYTES>() else {
-        return Err(format!("has {} bytes, too few for a safetensors header; download it again", file.len()));
+/// Length of the header of a file of `file_bytes` bytes that begins with `start`.
+pub(crate) fn header_length(start: &[u8], file_bytes: u64) -> Result<u64, String> {
+    let Some(length) = start.first_chunk::<LENGTH_BYTES>() else {
+        return Err(format!("has {file_bytes} bytes, too few for a safetensors header; download it again"));
     };
     let length = u64::from_le_bytes(*length);
     if length > MAX_HEADER_BYTES {
@@ -141,55 +142,70 @@ fn header_length(file: &[u8]) -> Result<usize, String> {
             "announces a header of {length} bytes, the limit is {MAX_HEADER_BYTES}; this is not a safetensors file"
         ));
     }
-    let present = (file.len() - LENGTH_BYTES) as u64;
+    let present = file_bytes - LENGTH_BYTES as u64;
     if length > present {
         return Err(format!(
             "announces a header of {length} bytes, but only {present} follow; the download is incomplete"
         ));
     }
-    Ok(length as usize)
+    Ok(length)
 }
 
 /// What is wrong with a header that the safetensors crate refuses, by tensor and number.
 fn diagnosis(file: &[u8], header_bytes: usize, reason: &str) -> String {
     let json = &file[LENGTH_BYTES..LENGTH_BYTES + header_bytes];
-    let entries: BTreeMap<String, serde_json::Value> = match serde_json::from_slice(json) {
-        Ok(entries) => entries,
-        Err(e) => return format!("the header is not a JSON object ({e}); download the file again"),
-    };
     let data_bytes = (file.len() - LENGTH_BYTES - header_bytes) as u64;
+    header_entries(json, data_bytes).err().unwrap_or_else(|| format!("the header is refused: {reason}"))
+}
+
+/// One tensor of a header.
+#[derive(Debug)]
+pub(crate) struct HeaderEntry {
+    pub(crate) name: String,
+    pub(crate) dtype: Dtype,
+    pub(crate) shape: Vec<u64>,
+    pub(crate) start_byte: u64,
+    pub(crate) n_bytes: u64,
+}
+
+/// The tensors of a header in front of `data_bytes` bytes of data, or what is wrong with it by tensor and number.
+pub(crate) fn header_entries(json: &[u8], data_bytes: u64) -> Result<Vec<HeaderEntry>, String> {
+    let entries: BTreeMap<String, serde_json::Value> = serde_json::from_slice(json)
+        .map_err(|e| format!("the header is not a JSON object ({e}); download the file again"))?;
     let mut regions = Vec::new();
     for (name, entry) in entries.iter().filter(|(name, _)| *name != "__metadata__") {
-        match region_of(name, entry) {
-            Ok((start, end)) => regions.push((start, end, name)),
-            Err(problem) => return problem,
-        }
+        regions.push(region_of(name, entry)?);
     }
-    regions.sort_unstable();
+    regions.sort_unstable_by_key(|region| (region.start_byte, region.n_bytes));
     let mut expected_start = 0;
-    for &(start, end, name) in &regions {
+    for region in &regions {
+        let (name, start) = (&region.name, region.start_byte);
         if start != expected_start {
-            return format!(
+            return Err(format!(
                 "tensor `{name}` starts at data byte {start}, but {expected_start} bytes precede it; \
                  data must follow each other without gap or overlap"
-            );
+            ));
         }
-        expected_start = end;
+        expected_start = start + region.n_bytes;
     }
-    if let Some(&(start, end, name)) = regions.iter().find(|(_, end, _)| *end > data_bytes) {
-        return format!(
+    if let Some(region) = regions.iter().find(|region| region.start_byte + region.n_bytes > data_bytes) {
+        let (name, start, end) = (&region.name, region.start_byte, region.start_byte + region.n_bytes);
+        return Err(format!(
             "the header says tensor `{name}` has data bytes {start}..{end}, but the file ends at {data_bytes}; \
              the download is incomplete"
-        );
+        ));
     }
     if expected_start < data_bytes {
-        return format!("{} bytes follow the last tensor; the file is damaged", data_bytes - expected_start);
+        return Err(format!(
+            "{} bytes follow the last tensor; the file is damaged",
+            data_bytes - expected_start
+        ));
     }
-    format!("the header is refused: {reason}")
+    Ok(regions)
 }
 
 /// Data bytes of one tensor of an untrusted header, or what is wrong with its entry.
-fn region_of(name: &str, entry: &serde_json::Value) -> Result<(u64, u64), String> {
+fn region_of(name: &str, entry: &serde_json::Value) -> Result<HeaderEntry, String> {
     let text = entry.get("dtype").and_then(serde_json::Value::as_str);
     let Some(dtype) = text.and_then(|t| serde_json::from_value::<Dtype>(t.into()).ok()) else {
         return Err(format!(
@@ -208,7 +224,9 @@ fn region_of(name: &str, entry: &serde_json::Value) -> Result<(u64, u64), String
     };
     let bits = shape.iter().try_fold(dtype.bitsize() as u64, |bits, &n| bits.checked_mul(n));
     match (bits, end.checked_sub(start)) {
-        (Some(bits), Some(stored)) if bits.is_multiple_of(8) && bits / 8 == stored => Ok((start, end)),
+        (Some(bits), Some(stored)) if bits.is_multiple_of(8) && bits / 8 == stored => {
+            Ok(HeaderEntry { name: name.to_owned(), dtype, shape, start_byte: start, n_bytes: stored })
+        }
         (Some(bits), Some(_)) if !bits.is_multiple_of(8) => Err(format!(
             "tensor `{name}`, {dtype} {shape:?}: an odd number of 4-bit values fills no whole byte"
         )),

@@ -1,7 +1,9 @@
 //! Parsing the header: counts are never trusted before the bytes that back them are seen.
 
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::fmt;
+use std::io::Read;
 use std::path::Path;
 
 use super::regions::{self, tensor_bytes};
@@ -50,8 +52,36 @@ pub fn parse_header(bytes: &[u8], path: &Path) -> Result<Header, GgufError> {
     if problems.is_empty() { Ok(header) } else { Err(GgufError::Regions { path: path.to_owned(), problems }) }
 }
 
+/// Reads from the start of a file until its header is whole, which [`parse_header`] can then be given; for files that are
+/// slow to read, such as remote ones. Reads at most four times the header, and little of a file that is none.
+///
+/// # Errors
+/// As [`parse_header`], and [`GgufError::Open`] if the reader fails.
+pub fn read_header(source: &mut dyn Read, path: &Path) -> Result<Vec<u8>, GgufError> {
+    /// Enough to recognise what the file is, and for the header of a small one.
+    const FIRST_READ_BYTES: usize = 64 << 10;
+    let mut bytes = Vec::new();
+    loop {
+        let wanted = bytes.len().max(FIRST_READ_BYTES).min(MAX_HEADER_BYTES + 1 - bytes.len());
+        let n = Read::take(&mut *source, wanted as u64)
+            .read_to_end(&mut bytes)
+            .map_err(|source| GgufError::Open { path: path.to_owned(), source })?;
+        let ran_out = Cell::new(false);
+        match parse(&bytes, path, &ran_out) {
+            Err(_) if ran_out.get() && n == wanted && bytes.len() <= MAX_HEADER_BYTES => {}
+            Err(error) => return Err(error),
+            Ok(_) => return Ok(bytes),
+        }
+    }
+}
+
 /// Like [`parse_header`], but hands back wrong places of tensors beside the header.
 pub(super) fn parse_collecting(bytes: &[u8], path: &Path) -> Result<(Header, Vec<RegionProblem>), GgufError> {
+    parse(bytes, path, &Cell::new(false))
+}
+
+/// `ran_out` is set if something needs more bytes than there are.
+fn parse(bytes: &[u8], path: &Path, ran_out: &Cell<bool>) -> Result<(Header, Vec<RegionProblem>), GgufError> {
     magic::check(bytes, path)?;
     let mut reader = Reader {
         bytes: &bytes[..bytes.len().min(MAX_HEADER_BYTES)],
@@ -59,6 +89,7 @@ pub(super) fn parse_collecting(bytes: &[u8], path: &Path) -> Result<(Header, Vec
         at: MAGIC.len(),
         path,
         field: Field::Part("version"),
+        ran_out,
     };
     let version = reader.version()?;
     reader.field = Field::Part("number of tensors");
@@ -113,6 +144,7 @@ struct Reader<'a> {
     at: usize,
     path: &'a Path,
     field: Field<'a>,
+    ran_out: &'a Cell<bool>,
 }
 
 impl<'a> Reader<'a> {
@@ -137,6 +169,7 @@ impl<'a> Reader<'a> {
 
     /// The error of something that needs more bytes than are left.
     fn too_long(&self, what: String) -> GgufError {
+        self.ran_out.set(true);
         let (left, at) = (self.left(), self.at);
         let expected = if self.cut_at_limit {
             format!("at most the {left} bytes up to {MAX_HEADER_BYTES}, the most that a header may take")

@@ -10,18 +10,23 @@ mod magic;
 mod map;
 mod read;
 mod regions;
+mod residency;
 mod split;
 mod value;
 
 pub use error::{GgufError, RegionProblem};
-pub use header::{Header, HeaderTensor, parse_header};
+pub use header::{Header, HeaderTensor, parse_header, read_header};
 pub use layout::{Layout, NewTensor, PlacedTensor};
 pub use read::{Gguf, ShardInfo, TensorInfo};
 pub use split::SplitPlace;
+pub(crate) use split::shard_paths;
 pub use value::{Array, Metadata, Value};
 
 /// First four bytes of every GGUF file.
 pub const MAGIC: [u8; 4] = *b"GGUF";
+
+/// Key by which the shards of one build know each other: another plan makes other tensors under the same names.
+pub const PART_PLAN_KEY: &str = "ggsmith.part.plan";
 
 /// Alignment of tensor data where `general.alignment` is absent.
 pub const DEFAULT_ALIGNMENT: u32 = 32;

@@ -8,7 +8,7 @@ use memmap2::Mmap;
 
 use super::header::parse_collecting;
 use super::split::{SplitPlace, shard_paths};
-use super::{GgufError, Header, Metadata, RegionProblem};
+use super::{GgufError, Header, Metadata, PART_PLAN_KEY, RegionProblem};
 use crate::block::BlockType;
 
 /// A GGUF file, or all shards of a split one.
@@ -17,8 +17,8 @@ pub struct Gguf {
     metadata: Metadata,
     tensors: Vec<TensorInfo>,
     by_name: HashMap<String, usize>,
-    shards: Vec<ShardInfo>,
-    maps: Vec<Option<Mmap>>,
+    pub(super) shards: Vec<ShardInfo>,
+    pub(super) maps: Vec<Option<Mmap>>,
     alignment: u32,
 }
 
@@ -103,6 +103,14 @@ impl Gguf {
     fn assemble(shards: Vec<Shard>, given: &Path) -> Result<Self, GgufError> {
         let place = place_of(&shards[0].header.metadata, given)?;
         let mut problems = Vec::new();
+        let plan_of = |shard: &Shard| shard.header.metadata.get(PART_PLAN_KEY).cloned();
+        let plan = plan_of(&shards[0]);
+        for shard in shards.iter().filter(|shard| plan_of(shard) != plan) {
+            let (one, other) = (shards[0].path.display(), shard.path.display());
+            problems.push(format!(
+                "`{one}` and `{other}` were built from different plans (key `{PART_PLAN_KEY}`)"
+            ));
+        }
         let mut gguf = Self {
             metadata: Metadata::default(),
             tensors: Vec::new(),

@@ -20,7 +20,7 @@ impl SplitPlace {
     ///
     /// # Errors
     /// What is wrong with the keys.
-    pub(super) fn of(metadata: &Metadata) -> Result<Option<Self>, String> {
+    pub(crate) fn of(metadata: &Metadata) -> Result<Option<Self>, String> {
         let number =
             |key: &str| metadata.get(key).map(|v| v.as_u64().ok_or_else(|| not_a_count(key, v.type_name())));
         let Some(count) = number("split.count").transpose()? else { return Ok(None) };
@@ -50,7 +50,7 @@ fn not_a_count(key: &str, found: &str) -> String {
 ///
 /// # Errors
 /// If the name does not follow the convention.
-pub(super) fn shard_paths(path: &Path, place: SplitPlace) -> Result<Vec<PathBuf>, String> {
+pub(crate) fn shard_paths(path: &Path, place: SplitPlace) -> Result<Vec<PathBuf>, String> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let ending = |index: usize| format!("-{:05}-of-{:05}.gguf", index + 1, place.n_shards);
     let Some(prefix) = name.strip_suffix(&ending(place.shard_index)) else {

@@ -3,12 +3,14 @@
 //! Dry run, space check, resume, header and build all come from one [`Plan`]: they cannot disagree.
 
 mod metadata;
+mod part;
 mod recipe;
 
 use serde::Serialize;
 
 pub(crate) use metadata::hex;
 pub use metadata::{Provenance, sha256_of_file};
+pub use part::PlanPart;
 pub use recipe::{BUILT_IN, Recipe, Rule};
 
 use crate::block::{BlockType, Objective};
@@ -38,6 +40,9 @@ pub enum PlanError {
     /// The file would break a rule of the container.
     #[error(transparent)]
     Layout(#[from] GgufError),
+    /// The model has no such part.
+    #[error("{0}")]
+    Part(String),
 }
 
 /// How the bytes of a tensor come about.
@@ -151,6 +156,8 @@ pub struct Plan {
     pub set_aside: SetAside,
     /// Where everything lies.
     pub layout: Layout,
+    /// Which part of the whole file this is; `None`: all of it.
+    pub part: Option<PlanPart>,
 }
 
 impl Plan {
@@ -222,6 +229,7 @@ impl Plan {
             idle_rules,
             set_aside: source.set_aside(),
             layout,
+            part: None,
         })
     }
 

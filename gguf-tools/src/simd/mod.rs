@@ -5,10 +5,16 @@
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
+#[cfg(test)]
+mod tests;
 
 #[cfg(target_arch = "x86_64")]
 pub use avx2::Avx2;
+#[cfg(target_arch = "aarch64")]
+pub use neon::Neon;
 pub use scalar::Scalar;
 
 use std::ops::{Add, Div, Mul, Sub};
@@ -21,6 +27,9 @@ pub enum Level {
     /// x86-64 with AVX2 and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// NEON, which every aarch64 processor has.
+    #[cfg(target_arch = "aarch64")]
+    Neon,
 }
 
 impl Level {
@@ -30,6 +39,9 @@ impl Level {
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
             return Self::Avx2;
         }
+        #[cfg(target_arch = "aarch64")]
+        return Self::Neon;
+        #[cfg(not(target_arch = "aarch64"))]
         Self::Scalar
     }
 }
@@ -50,6 +62,10 @@ impl Level {
         #[cfg(target_arch = "x86_64")]
         if self == Self::Avx2 && Self::detect() == Self::Avx2 {
             return avx2::run(kernel);
+        }
+        #[cfg(target_arch = "aarch64")]
+        if self == Self::Neon {
+            return kernel.run::<Neon>();
         }
         kernel.run::<Scalar>()
     }

@@ -1,5 +1,6 @@
 //! Importance matrix files through the public API.
 
+mod collect;
 mod combine;
 mod common;
 mod coverage;

@@ -3,7 +3,7 @@
 use rayon::prelude::*;
 
 use super::{CpuCache, CpuTensor, PARALLEL_WORK, kernels};
-use crate::ops::{CompressedRows, Indexed, Piece, Rope, Selection};
+use crate::ops::{CompressedRows, Piece, Rope, Selection};
 use gguf_tools::simd::Level;
 
 /// Most heads that one task works on.
@@ -40,7 +40,7 @@ pub(super) fn attend(
     cache: &CpuCache,
     queries: &CpuTensor,
     piece: &Piece,
-    selection: &Selection,
+    selection: &Selection<Vec<Vec<u32>>>,
     sinks: &[f32],
     rope: &Rope,
     output: &mut CpuTensor,
@@ -88,7 +88,7 @@ pub(super) fn index_topk(
     piece: &Piece,
     top_k: usize,
     keep_scores: bool,
-) -> Indexed {
+) -> (Vec<Vec<u32>>, Vec<f32>) {
     let width = cache.shape().index_head_dim;
     let n_heads = head_weights.width;
     let rows = cache.compressed(CompressedRows::Indexer);
@@ -113,7 +113,7 @@ pub(super) fn index_topk(
         (0..piece.rows.len()).into_par_iter().map(task).collect()
     };
     let (chosen, scores): (Vec<_>, Vec<_>) = found.into_iter().unzip();
-    Indexed { chosen, scores: if keep_scores { scores.concat() } else { Vec::new() } }
+    (chosen, if keep_scores { scores.concat() } else { Vec::new() })
 }
 
 /// Places of the `top_k` highest scores, ascending; of equal scores the lower place wins.

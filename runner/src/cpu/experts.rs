@@ -5,13 +5,13 @@ use rayon::prelude::*;
 use super::matrix::{CpuMatrix, Inputs, Job, transposed};
 use super::{CpuBackend, CpuTensor, for_rows};
 use crate::error::RunnerError;
-use crate::ops::{ExpertTap, GatedFfn, RouterRule, Routing};
+use crate::ops::{ActivationPrecision, ExpertTap, GatedFfn, RouterRule, Routing, SharedTap};
 
 /// Inputs that are gathered before their experts are run together: bounds memory, and lets small groups share threads.
 const GROUP_INPUTS: usize = 256;
 
 /// `silu(min(g, limit)) * clamp(u, -limit, limit)`, (3.4); the gate has no lower clamp.
-pub(super) fn swiglu(gate: f32, up: f32, limit: f32) -> f32 {
+pub(crate) fn swiglu(gate: f32, up: f32, limit: f32) -> f32 {
     let gate = gate.min(limit);
     gate / (1.0 + (-gate).exp()) * up.clamp(-limit, limit)
 }
@@ -68,6 +68,15 @@ fn groups(routing: &Routing, n_experts: usize) -> Vec<Group> {
     groups
 }
 
+/// Multiplies each row by its weight.
+fn weigh(rows: &mut [f32], width: usize, weights: &[f32]) {
+    for (row, weight) in rows.chunks_exact_mut(width).zip(weights) {
+        for value in row {
+            *value *= weight;
+        }
+    }
+}
+
 impl CpuBackend {
     /// (4.7.4) Weighted sum of the routed experts.
     pub(super) fn routed(
@@ -121,6 +130,8 @@ impl CpuBackend {
         parts: &mut [f32],
     ) -> Result<(), RunnerError> {
         let width = input.width;
+        // ggml weighs what an expert gives. That is the same but for the rounding in front of `down`.
+        let weighs_results = self.activations == ActivationPrecision::Int8;
         let gathered: Vec<Vec<f32>> = groups
             .iter()
             .map(|group| {
@@ -136,10 +147,8 @@ impl CpuBackend {
                 let rows: Vec<usize> = group.slots.iter().map(|slot| slot / routing.n_used).collect();
                 tap(group.expert, &rows, &weights, inputs, mid);
             }
-            for (mid, weight) in mid.chunks_exact_mut(inner).zip(weights) {
-                for value in mid {
-                    *value *= weight;
-                }
+            if !weighs_results {
+                weigh(mid, inner, &weights);
             }
         }
         let inputs: Vec<Inputs<'_>> = mids.iter().map(|mid| Inputs::new(mid, inner)).collect();
@@ -150,7 +159,11 @@ impl CpuBackend {
         });
         self.run_jobs(jobs.collect())?;
         for (group, out) in groups.iter().zip(outs) {
-            let out = transposed(out, group.slots.len());
+            let mut out = transposed(out, group.slots.len());
+            if weighs_results {
+                let weights: Vec<f32> = group.slots.iter().map(|&slot| routing.weights[slot]).collect();
+                weigh(&mut out, width, &weights);
+            }
             for (&slot, out) in group.slots.iter().zip(out.chunks_exact(width)) {
                 parts[slot * width..][..width].copy_from_slice(out);
             }
@@ -195,6 +208,7 @@ impl CpuBackend {
         input: &CpuTensor,
         expert: &GatedFfn<CpuMatrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<CpuTensor, RunnerError> {
         let inputs = Inputs::new(&input.values, input.width);
         let mut products = self.multiply_many(&inputs, &[&expert.gate, &expert.up])?.into_iter();
@@ -206,6 +220,9 @@ impl CpuBackend {
                 *gate = swiglu(*gate, up, limit);
             }
         });
+        if let Some(tap) = tap {
+            tap(&mid);
+        }
         let mut out = self.multiply_many(&Inputs::new(&mid, inner), &[&expert.down])?;
         Ok(CpuTensor { width: input.width, values: out.swap_remove(0) })
     }

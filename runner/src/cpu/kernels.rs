@@ -1,5 +1,8 @@
 //! Inner loops in `f32`, eight lanes at a time, written once for every instruction set.
-#![expect(unsafe_code, reason = "calls of functions compiled for an instruction set that was detected")]
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(unsafe_code, reason = "calls of functions compiled for an instruction set that was detected")
+)]
 
 use gguf_tools::simd::{Lanes, Level, Scalar};
 
@@ -18,6 +21,8 @@ macro_rules! for_levels {
                 // SAFETY: `Level::detect` gives this level only on machines with AVX2 and F16C.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($arg),*) },
+                #[cfg(target_arch = "aarch64")]
+                Level::Neon => $generic::<gguf_tools::simd::Neon>($($arg),*),
             }
         }
     };

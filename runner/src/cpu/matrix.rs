@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use rayon::prelude::*;
 
-use super::int8::{FloatDot, Int8Dot, Int8Rows};
+use super::int8::{FloatDot, InputRounding, Int8Dot, Int8Rows};
 use super::{CpuBackend, PARALLEL_WORK, kernels};
 use crate::error::RunnerError;
 use crate::ops::{ActivationPrecision, MatrixPlace};
@@ -20,6 +20,8 @@ pub struct CpuMatrix {
     place: MatrixPlace,
     /// All values, if they were widened once at loading.
     widened: Option<Box<[f32]>>,
+    /// What happens to the inputs first.
+    rounding: Option<InputRounding>,
     /// The product with 8-bit inputs, if it is to be used.
     int8: Option<Int8Dot>,
     /// The product with one `f32` input straight from the blocks, which gives the bits of the widened row's.
@@ -32,15 +34,15 @@ impl CpuMatrix {
         source: &Arc<dyn WeightSource>,
         place: MatrixPlace,
     ) -> Result<Self, RunnerError> {
-        let int8 = match (backend.activations, source.block_type(place.tensor)) {
-            (ActivationPrecision::Int8, Some(block_type)) => Int8Dot::of(block_type),
-            _ => None,
-        };
-        // Whole blocks, and for floats whole groups of lanes.
-        let int8 = int8.filter(|dot| place.columns.is_multiple_of(dot.group_values()));
+        let rounds = backend.activations == ActivationPrecision::Int8;
+        let block_type = source.block_type(place.tensor).filter(|_| rounds);
+        // Whole groups, and for floats whole groups of lanes.
+        let rounding = block_type.and_then(InputRounding::of);
+        let rounding = rounding.filter(|r| place.columns.is_multiple_of(r.group_values()));
+        let int8 = block_type.filter(|_| rounding.is_some()).and_then(Int8Dot::of);
         let float = source.block_type(place.tensor).and_then(FloatDot::of);
         let float = float.filter(|_| place.columns.is_multiple_of(8));
-        let mut matrix = Self { source: source.clone(), place, widened: None, int8, float };
+        let mut matrix = Self { source: source.clone(), place, widened: None, rounding, int8, float };
         if backend.widen && matrix.int8.is_none() {
             let mut values = vec![0.0; place.rows * place.columns].into_boxed_slice();
             matrix.read_rows(0..place.rows, &mut values)?;
@@ -71,17 +73,19 @@ impl CpuMatrix {
     }
 }
 
-/// Inputs of matrix products, `[n, width]`; rounded to 8 bits when a matrix first asks.
+/// Inputs of matrix products, `[n, width]`; rounded when a matrix first asks.
 pub(super) struct Inputs<'a> {
     values: &'a [f32],
     width: usize,
-    /// In groups of 32 and of 256.
+    /// As integers, in groups of 32 and of 256.
     int8: [OnceLock<Int8Rows>; 2],
+    /// As `f32`, by the way of rounding.
+    rounded: [OnceLock<Vec<f32>>; InputRounding::COUNT],
 }
 
 impl<'a> Inputs<'a> {
     pub(super) fn new(values: &'a [f32], width: usize) -> Self {
-        Self { values, width, int8: [const { OnceLock::new() }; 2] }
+        Self { values, width, int8: Default::default(), rounded: Default::default() }
     }
 
     fn len(&self) -> usize {
@@ -92,6 +96,12 @@ impl<'a> Inputs<'a> {
         let group_values = dot.group_values();
         let place = &self.int8[usize::from(group_values == 256)];
         place.get_or_init(|| Int8Rows::new(backend.level, self.values, self.width, group_values))
+    }
+
+    /// The values that a matrix is multiplied with.
+    fn values(&self, backend: &CpuBackend, matrix: &CpuMatrix) -> &[f32] {
+        let Some(rounding) = matrix.rounding else { return self.values };
+        self.rounded[rounding as usize].get_or_init(|| rounding.rounded(backend.level, self.values))
     }
 }
 
@@ -115,8 +125,10 @@ impl CpuBackend {
                 continue;
             }
             work += job.rows.len() * job.matrix.columns() * n_inputs;
-            if let Some(dot) = job.matrix.int8 {
-                job.inputs.int8(self, dot);
+            // Before the work is divided, so that no thread waits for another to round.
+            match job.matrix.int8 {
+                Some(dot) => _ = job.inputs.int8(self, dot),
+                None => _ = job.inputs.values(self, job.matrix),
             }
             let mut first = job.rows.start;
             for out in job.out.chunks_mut(TILE_ROWS * n_inputs) {
@@ -145,7 +157,7 @@ impl CpuBackend {
             && tile.inputs.len() == 1
         {
             let blocks = matrix.source.blocks(matrix.place.tensor, matrix.source_rows(&tile.rows))?;
-            dot.products(self.level, blocks, tile.inputs.values, tile.out);
+            dot.products(self.level, blocks, tile.inputs.values(self, matrix), tile.out);
             return Ok(());
         }
         let rows = if let Some(values) = &matrix.widened {
@@ -155,7 +167,7 @@ impl CpuBackend {
             matrix.read_rows(tile.rows, scratch)?;
             &scratch[..]
         };
-        kernels::products(self.level, rows, tile.inputs.values, width, tile.out);
+        kernels::products(self.level, rows, tile.inputs.values(self, matrix), width, tile.out);
         Ok(())
     }
 

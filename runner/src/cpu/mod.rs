@@ -5,7 +5,7 @@
 
 mod attention;
 mod cache;
-mod experts;
+pub(crate) mod experts;
 mod hyper;
 mod int8;
 mod kernels;
@@ -13,12 +13,12 @@ mod matrix;
 mod round;
 
 pub use cache::CpuCache;
-pub use int8::{FloatDot, Int8Dot, Int8Rows};
+pub use int8::{FloatDot, InputRounding, Int8Dot, Int8Rows};
 pub use matrix::CpuMatrix;
 
 use std::borrow::Cow;
 use std::ops::Range;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 use gguf_tools::simd::Level;
 use rayon::prelude::*;
@@ -29,8 +29,8 @@ use self::matrix::{Inputs, Job, transposed};
 use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
-    HyperConnection, HyperConstants, Indexed, MatrixPlace, Mix, Numerics, Piece, Rope, RouterRule, Routing,
-    Selection,
+    HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
+    RowPlaces, Selection, SharedTap, SublayerInput, Work,
 };
 use crate::weights::WeightSource;
 
@@ -62,11 +62,6 @@ impl CpuTensor {
         Self { width, values }
     }
 
-    /// `[tokens, width]`.
-    pub fn into_values(self) -> Vec<f32> {
-        self.values
-    }
-
     fn zeros(tokens: usize, width: usize) -> Self {
         Self { width, values: vec![0.0; tokens * width] }
     }
@@ -90,74 +85,187 @@ fn for_rows(values: &mut [f32], width: usize, work: usize, f: impl Fn(usize, &mu
 }
 
 impl CpuBackend {
-    /// Products of the mixer with every token's streams, and the streams' inverse RMS.
+    /// Products of the mixer with every token's streams, each to be multiplied by its factor: the streams' inverse RMS.
+    ///
+    /// Where inputs are rounded, the streams are normed before, as in ggml, and the factors are one.
     fn mixes(
         &self,
         streams: &CpuTensor,
         weights: &HyperConnection<Self>,
         epsilon: f32,
     ) -> Result<(Vec<f32>, Vec<f32>), RunnerError> {
-        let inputs = Inputs::new(&streams.values, streams.width);
-        let mixes = self.multiply_many(&inputs, &[&weights.mixer])?.swap_remove(0);
         let mut factors = vec![0.0; streams.len()];
         for_rows(&mut factors, 1, streams.width, |token, factor| {
             factor[0] = hyper::inverse_rms(streams.row(token), epsilon);
         });
+        let mut values = Cow::Borrowed(&streams.values);
+        if self.activations == ActivationPrecision::Int8 {
+            for (row, factor) in values.to_mut().chunks_exact_mut(streams.width).zip(&mut factors) {
+                for value in row {
+                    *value *= *factor;
+                }
+                *factor = 1.0;
+            }
+        }
+        let inputs = Inputs::new(&values, streams.width);
+        let mixes = self.multiply_many(&inputs, &[&weights.mixer])?.swap_remove(0);
         Ok((mixes, factors))
     }
 }
 
+/// Token ids and positions of a batch.
+#[derive(Debug, Clone)]
+pub struct CpuPlaces {
+    tokens: Vec<u32>,
+    positions: Vec<usize>,
+}
+
+impl RowPlaces<'_, CpuBackend> {
+    fn tokens(&self) -> &[u32] {
+        &self.batch.tokens[self.rows.clone()]
+    }
+
+    fn positions(&self) -> &[usize] {
+        &self.batch.positions[self.rows.clone()]
+    }
+}
+
 impl Backend for CpuBackend {
+    const NAME: &'static str = "cpu";
     type Tensor = CpuTensor;
     type Matrix = CpuMatrix;
+    type Experts = GatedFfn<Vec<CpuMatrix>>;
     type Vector = Vec<f32>;
+    type Rope = Rope;
+    type RouterRule = RouterRule;
+    type Places = CpuPlaces;
+    type Chosen = Vec<Vec<u32>>;
+    type Routing = Routing;
     type Cache = CpuCache;
+    /// Nothing is recorded: a call costs nothing beside the work.
+    type Recording = std::convert::Infallible;
+
+    fn turn(&self, _: Work) -> Result<Option<MutexGuard<'_, ()>>, RunnerError> {
+        Ok(None)
+    }
 
     fn matrix(&self, source: &Arc<dyn WeightSource>, place: MatrixPlace) -> Result<CpuMatrix, RunnerError> {
         CpuMatrix::new(self, source, place)
     }
 
-    fn vector(&self, values: Vec<f32>) -> Vec<f32> {
-        values
+    fn experts(
+        &self,
+        source: &Arc<dyn WeightSource>,
+        places: &GatedFfn<Vec<MatrixPlace>>,
+    ) -> Result<GatedFfn<Vec<CpuMatrix>>, RunnerError> {
+        let stack = |places: &[MatrixPlace]| {
+            places.iter().map(|&place| self.matrix(source, place)).collect::<Result<Vec<_>, _>>()
+        };
+        Ok(GatedFfn { gate: stack(&places.gate)?, up: stack(&places.up)?, down: stack(&places.down)? })
+    }
+
+    fn vector(&self, values: Vec<f32>) -> Result<Vec<f32>, RunnerError> {
+        Ok(values)
+    }
+
+    fn rope(&self, rope: Rope) -> Result<Rope, RunnerError> {
+        Ok(rope)
+    }
+
+    fn router_rule(&self, rule: RouterRule) -> Result<RouterRule, RunnerError> {
+        Ok(rule)
+    }
+
+    fn places(&self, tokens: &[u32], positions: &[usize]) -> Result<CpuPlaces, RunnerError> {
+        Ok(CpuPlaces { tokens: tokens.to_vec(), positions: positions.to_vec() })
+    }
+
+    fn set_places(
+        &self,
+        places: &mut CpuPlaces,
+        tokens: &[u32],
+        positions: &[usize],
+    ) -> Result<(), RunnerError> {
+        places.tokens.copy_from_slice(tokens);
+        places.positions.copy_from_slice(positions);
+        Ok(())
     }
 
     fn cache(&self, shape: CacheShape) -> CpuCache {
         CpuCache::new(shape)
     }
 
-    fn cached_tokens(&self, cache: &CpuCache) -> usize {
-        cache.n_tokens()
+    fn reserve(&self, _: &mut CpuCache, _: usize) -> Result<bool, RunnerError> {
+        Ok(false)
+    }
+
+    fn copy_cache(&self, cache: &CpuCache, _: usize) -> Result<CpuCache, RunnerError> {
+        Ok(cache.clone())
+    }
+
+    fn restore_cache(&self, cache: &mut CpuCache, copy: &CpuCache, _: usize) -> Result<bool, RunnerError> {
+        cache.clone_from(copy);
+        Ok(false)
     }
 
     fn cache_bytes(&self, cache: &CpuCache) -> usize {
         cache.n_bytes()
     }
 
-    fn zeros(&self, tokens: usize, width: usize) -> CpuTensor {
-        CpuTensor::zeros(tokens, width)
+    fn record(
+        &self,
+        pass: &mut dyn FnMut() -> Result<CpuTensor, RunnerError>,
+    ) -> Result<Recorded<CpuTensor, Self::Recording>, RunnerError> {
+        Ok(Recorded::Ran(pass()?))
     }
 
-    fn read<'a>(&self, tensor: &'a CpuTensor) -> Cow<'a, [f32]> {
-        Cow::Borrowed(&tensor.values)
+    fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a CpuTensor, RunnerError> {
+        match *recording {}
     }
 
-    fn rows(&self, tensor: &CpuTensor, rows: Range<usize>) -> CpuTensor {
+    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<CpuTensor, RunnerError> {
+        Ok(CpuTensor::new(width, values))
+    }
+
+    fn zeros(&self, tokens: usize, width: usize) -> Result<CpuTensor, RunnerError> {
+        Ok(CpuTensor::zeros(tokens, width))
+    }
+
+    fn read<'a>(&self, tensor: &'a CpuTensor) -> Result<Cow<'a, [f32]>, RunnerError> {
+        Ok(Cow::Borrowed(&tensor.values))
+    }
+
+    fn read_routing<'a>(&self, routing: &'a Routing) -> Result<Cow<'a, Routing>, RunnerError> {
+        Ok(Cow::Borrowed(routing))
+    }
+
+    fn read_chosen<'a>(&self, chosen: &'a Vec<Vec<u32>>) -> Result<Cow<'a, [Vec<u32>]>, RunnerError> {
+        Ok(Cow::Borrowed(chosen))
+    }
+
+    fn rows(&self, tensor: &CpuTensor, rows: Range<usize>) -> Result<CpuTensor, RunnerError> {
         let width = tensor.width;
-        CpuTensor { width, values: tensor.values[rows.start * width..rows.end * width].to_vec() }
+        Ok(CpuTensor { width, values: tensor.values[rows.start * width..rows.end * width].to_vec() })
     }
 
-    fn put_rows(&self, tensor: &mut CpuTensor, first: usize, part: &CpuTensor) {
+    fn put_rows(&self, tensor: &mut CpuTensor, first: usize, part: &CpuTensor) -> Result<(), RunnerError> {
         let start = first * tensor.width;
         tensor.values[start..start + part.values.len()].copy_from_slice(&part.values);
+        Ok(())
     }
 
-    fn first_not_finite(&self, tensor: &CpuTensor) -> Option<(usize, usize, f32)> {
-        let at = tensor.values.iter().position(|v| !v.is_finite())?;
-        Some((at / tensor.width, at % tensor.width, tensor.values[at]))
+    fn first_not_finite(&self, tensor: &CpuTensor) -> Result<Option<(usize, usize, f32)>, RunnerError> {
+        let at = tensor.values.iter().position(|v| !v.is_finite());
+        Ok(at.map(|at| (at / tensor.width, at % tensor.width, tensor.values[at])))
     }
 
-    fn embed(&self, table: &CpuMatrix, tokens: &[u32], n_streams: usize) -> Result<CpuTensor, RunnerError> {
-        let width = table.columns();
+    fn embed(
+        &self,
+        table: &CpuMatrix,
+        places: RowPlaces<'_, Self>,
+        n_streams: usize,
+    ) -> Result<CpuTensor, RunnerError> {
+        let (width, tokens) = (table.columns(), places.tokens());
         let mut streams = CpuTensor::zeros(tokens.len(), n_streams * width);
         for (&token, row) in tokens.iter().zip(streams.values.chunks_exact_mut(n_streams * width)) {
             let token = token as usize;
@@ -174,7 +282,8 @@ impl Backend for CpuBackend {
         streams: &CpuTensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<(CpuTensor, Mix<Self>), RunnerError> {
+        norm: &Self::Vector,
+    ) -> Result<SublayerInput<Self>, RunnerError> {
         let m = constants.n_streams;
         let (mixes, factors) = self.mixes(streams, weights, constants.rms_epsilon)?;
         let n_mixes = (2 + m) * m;
@@ -196,14 +305,22 @@ impl Backend for CpuBackend {
             width: columns.len(),
             values: all.chunks_exact(n_mixes).flat_map(|row| &row[columns.clone()]).copied().collect(),
         };
-        Ok((x, Mix { post: part(m..2 * m), comb: part(2 * m..n_mixes) }))
+        let normed = self.rms_norm(&x, norm, constants.rms_epsilon)?;
+        let mix = Mix { post: part(m..2 * m), comb: part(2 * m..n_mixes) };
+        Ok(SublayerInput { merged: x, normed, mix })
     }
 
-    fn hc_post(&self, streams: &mut CpuTensor, output: &CpuTensor, mix: &Mix<Self>) {
+    fn hc_post(
+        &self,
+        streams: &mut CpuTensor,
+        output: &CpuTensor,
+        mix: &Mix<Self>,
+    ) -> Result<(), RunnerError> {
         let width = streams.width;
         for_rows(&mut streams.values, width, width * mix.post.width, |token, streams| {
             hyper::mix_in(streams, output.row(token), mix.post.row(token), mix.comb.row(token));
         });
+        Ok(())
     }
 
     fn hc_head(
@@ -211,7 +328,8 @@ impl Backend for CpuBackend {
         streams: &CpuTensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
-    ) -> Result<CpuTensor, RunnerError> {
+        norm: &Self::Vector,
+    ) -> Result<(CpuTensor, CpuTensor), RunnerError> {
         let m = constants.n_streams;
         let (mixes, factors) = self.mixes(streams, weights, constants.rms_epsilon)?;
         let mut x = CpuTensor::zeros(factors.len(), streams.width / m);
@@ -222,10 +340,16 @@ impl Backend for CpuBackend {
             hyper::pre_weights(&mixes, weights.scale[0], &weights.base, constants.epsilon, &mut pre);
             hyper::merge(streams.row(token), &pre, x);
         });
-        Ok(x)
+        let normed = self.rms_norm(&x, norm, constants.rms_epsilon)?;
+        Ok((x, normed))
     }
 
-    fn rms_norm(&self, input: &CpuTensor, weights: &Vec<f32>, epsilon: f32) -> CpuTensor {
+    fn rms_norm(
+        &self,
+        input: &CpuTensor,
+        weights: &Vec<f32>,
+        epsilon: f32,
+    ) -> Result<CpuTensor, RunnerError> {
         let mut out = CpuTensor::zeros(input.len(), input.width);
         for_rows(&mut out.values, input.width, 2 * input.width, |token, out| {
             let row = input.row(token);
@@ -234,7 +358,7 @@ impl Backend for CpuBackend {
                 *out = value * factor * weight;
             }
         });
-        out
+        Ok(out)
     }
 
     fn linear_many(&self, input: &CpuTensor, matrices: &[&CpuMatrix]) -> Result<Vec<CpuTensor>, RunnerError> {
@@ -268,17 +392,24 @@ impl Backend for CpuBackend {
         Ok(CpuTensor { width: matrix.rows(), values: transposed(out, n) })
     }
 
-    fn add(&self, tensor: &mut CpuTensor, other: &CpuTensor) {
+    fn add(&self, tensor: &mut CpuTensor, other: &CpuTensor) -> Result<(), RunnerError> {
         tensor.values.iter_mut().zip(&other.values).for_each(|(a, b)| *a += b);
+        Ok(())
     }
 
-    fn project_out(&self, tensor: &mut CpuTensor, direction: &[f32], scale: f32) {
+    fn project_out(
+        &self,
+        tensor: &mut CpuTensor,
+        direction: &Vec<f32>,
+        scale: f32,
+    ) -> Result<(), RunnerError> {
         let width = tensor.width;
         for_rows(&mut tensor.values, width, 2 * width, |_, row| {
             let along: f64 = row.iter().zip(direction).map(|(&y, &d)| f64::from(y) * f64::from(d)).sum();
             let factor = scale * along as f32;
             row.iter_mut().zip(direction).for_each(|(y, d)| *y -= factor * d);
         });
+        Ok(())
     }
 
     fn q_finish(
@@ -287,11 +418,11 @@ impl Backend for CpuBackend {
         head_dim: usize,
         epsilon: f32,
         rope: &Rope,
-        positions: &[usize],
-    ) {
+        places: RowPlaces<'_, Self>,
+    ) -> Result<(), RunnerError> {
         let width = queries.width;
         for_rows(&mut queries.values, width, 2 * width, |token, row| {
-            let angles = attention::angles(rope, positions[token]);
+            let angles = attention::angles(rope, places.positions()[token]);
             for head in row.chunks_exact_mut(head_dim) {
                 let factor = hyper::inverse_rms(head, epsilon);
                 for value in head.iter_mut() {
@@ -300,17 +431,25 @@ impl Backend for CpuBackend {
                 attention::rotate_by(head, &angles, false);
             }
         });
+        Ok(())
     }
 
-    fn kv_finish(&self, rows: &mut CpuTensor, rope: &Rope, positions: &[usize], numerics: Numerics) {
+    fn kv_finish(
+        &self,
+        rows: &mut CpuTensor,
+        rope: &Rope,
+        places: RowPlaces<'_, Self>,
+        numerics: Numerics,
+    ) -> Result<(), RunnerError> {
         let width = rows.width;
         let plain = width - 2 * rope.frequencies.len();
         for_rows(&mut rows.values, width, 2 * width, |token, row| {
-            attention::rotate(row, rope, positions[token], false);
+            attention::rotate(row, rope, places.positions()[token], false);
             if numerics == Numerics::Official {
                 round::round_to_fp8(&mut row[..plain]);
             }
         });
+        Ok(())
     }
 
     fn index_finish(
@@ -318,12 +457,12 @@ impl Backend for CpuBackend {
         queries: &mut CpuTensor,
         head_dim: usize,
         rope: &Rope,
-        positions: &[usize],
+        places: RowPlaces<'_, Self>,
         numerics: Numerics,
-    ) {
+    ) -> Result<(), RunnerError> {
         let width = queries.width;
         for_rows(&mut queries.values, width, 8 * width, |token, row| {
-            let angles = attention::angles(rope, positions[token]);
+            let angles = attention::angles(rope, places.positions()[token]);
             for head in row.chunks_exact_mut(head_dim) {
                 attention::rotate_by(head, &angles, false);
                 if numerics == Numerics::Official {
@@ -331,11 +470,19 @@ impl Backend for CpuBackend {
                 }
             }
         });
+        Ok(())
     }
 
-    fn append_window(&self, cache: &mut CpuCache, rows: &CpuTensor, piece: &Piece) {
+    fn append_window(
+        &self,
+        cache: &mut CpuCache,
+        rows: &CpuTensor,
+        piece: &Piece,
+        _: RowPlaces<'_, Self>,
+    ) -> Result<(), RunnerError> {
         debug_assert_eq!(cache.n_tokens(), piece.position, "pieces of a sequence come in order");
         cache.append_window(&rows.values[piece.rows.start * rows.width..piece.rows.end * rows.width]);
+        Ok(())
     }
 
     fn compress(
@@ -345,11 +492,12 @@ impl Backend for CpuBackend {
         values: &CpuTensor,
         gates: &CpuTensor,
         piece: &Piece,
+        _: RowPlaces<'_, Self>,
         weights: &Compressor<Self>,
         rope: &Rope,
         epsilon: f32,
         numerics: Numerics,
-    ) {
+    ) -> Result<(), RunnerError> {
         let run = CompressorRun {
             position_bias: &weights.position_bias,
             norm: &weights.norm,
@@ -360,6 +508,7 @@ impl Backend for CpuBackend {
         for row in piece.rows.clone() {
             cache.push(target, values.row(row), gates.row(row), &run);
         }
+        Ok(())
     }
 
     fn index_topk(
@@ -368,10 +517,11 @@ impl Backend for CpuBackend {
         queries: &CpuTensor,
         head_weights: &CpuTensor,
         piece: &Piece,
+        _: RowPlaces<'_, Self>,
         top_k: usize,
         keep_scores: bool,
-    ) -> Indexed {
-        attention::index_topk(self.level, cache, queries, head_weights, piece, top_k, keep_scores)
+    ) -> Result<(Vec<Vec<u32>>, Vec<f32>), RunnerError> {
+        Ok(attention::index_topk(self.level, cache, queries, head_weights, piece, top_k, keep_scores))
     }
 
     fn attend(
@@ -379,12 +529,14 @@ impl Backend for CpuBackend {
         cache: &CpuCache,
         queries: &CpuTensor,
         piece: &Piece,
-        selection: &Selection,
+        _: RowPlaces<'_, Self>,
+        selection: &Selection<Vec<Vec<u32>>>,
         sinks: &Vec<f32>,
         rope: &Rope,
         output: &mut CpuTensor,
-    ) {
+    ) -> Result<(), RunnerError> {
         attention::attend(self.level, cache, queries, piece, selection, sinks, rope, output);
+        Ok(())
     }
 
     fn trim_window(&self, cache: &mut CpuCache) {
@@ -395,11 +547,11 @@ impl Backend for CpuBackend {
         &self,
         logits: &CpuTensor,
         rule: &RouterRule,
-        tokens: &[u32],
+        places: RowPlaces<'_, Self>,
         n_used: usize,
         scaling_factor: f32,
-    ) -> Routing {
-        experts::route(logits, rule, tokens, n_used, scaling_factor)
+    ) -> Result<Routing, RunnerError> {
+        Ok(experts::route(logits, rule, places.tokens(), n_used, scaling_factor))
     }
 
     fn routed_experts(
@@ -418,7 +570,8 @@ impl Backend for CpuBackend {
         input: &CpuTensor,
         expert: &GatedFfn<CpuMatrix>,
         limit: f32,
+        tap: Option<&mut SharedTap<'_>>,
     ) -> Result<CpuTensor, RunnerError> {
-        self.shared(input, expert, limit)
+        self.shared(input, expert, limit, tap)
     }
 }

@@ -95,4 +95,20 @@ impl WeightSource for GgufSource {
         let bytes = self.file.data(info)?;
         Ok(bytes.as_chunks::<4>().0.iter().map(|b| i32::from_le_bytes(*b)).collect())
     }
+
+    fn mapped_bytes(&self) -> u64 {
+        self.file.tensors().iter().map(|tensor| tensor.n_bytes).fold(0, u64::saturating_add)
+    }
+
+    fn mapped(&self, tensor: usize) -> &[u8] {
+        self.file.data(&self.file.tensors()[tensor]).unwrap_or_default()
+    }
+
+    fn read_ahead(&self, tensor: usize, bytes: Range<usize>) {
+        self.file.read_ahead(&self.file.tensors()[tensor], bytes);
+    }
+
+    fn release(&self, tensor: usize) {
+        self.file.release(&self.file.tensors()[tensor]);
+    }
 }

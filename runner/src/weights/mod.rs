@@ -1,10 +1,17 @@
-//! Where weights come from: a GGUF file or an official checkpoint folder, mapped, read row by row.
+//! Where weights come from: a GGUF file or an official checkpoint folder, mapped, read row by row; or nowhere, at random.
 
+mod ahead;
 mod checkpoint;
 mod gguf;
+mod memory;
+mod synthetic;
+
+pub(crate) use ahead::ReadAhead;
+pub(crate) use memory::available_bytes;
 
 pub use checkpoint::CheckpointSource;
 pub use gguf::GgufSource;
+pub use synthetic::SyntheticSource;
 
 use std::ops::Range;
 use std::path::Path;
@@ -24,6 +31,15 @@ pub struct FoundTensor {
     pub shape: Vec<u64>,
 }
 
+/// All rows of a tensor are random, and a device can make them itself, see [`crate::cuda::matrix::generate::Recipe`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GeneratedRows {
+    /// Type that they are made in.
+    pub block_type: BlockType,
+    /// What they depend on besides type, width and number of the row.
+    pub seed: u64,
+}
+
 /// Weights by their GGUF names. All outer dimensions of a tensor are folded into rows.
 pub trait WeightSource: Send + Sync {
     /// File or folder, for messages.
@@ -34,6 +50,11 @@ pub trait WeightSource: Send + Sync {
     fn find(&self, name: &str) -> Option<FoundTensor>;
     /// The block type that the tensor is stored in, if [`WeightSource::blocks`] can give its bytes.
     fn block_type(&self, tensor: usize) -> Option<BlockType>;
+    /// How a device makes the tensor's rows itself, if they are random.
+    fn generated(&self, tensor: usize) -> Option<GeneratedRows> {
+        let _ = tensor;
+        None
+    }
     /// The blocks of some rows, mapped.
     ///
     /// # Errors
@@ -49,6 +70,18 @@ pub trait WeightSource: Send + Sync {
     /// # Errors
     /// If it is not stored as integers, or a value does not fit.
     fn read_integers(&self, tensor: usize) -> Result<Vec<i32>, RunnerError>;
+    /// Bytes of all weights, if they are mapped.
+    fn mapped_bytes(&self) -> u64 {
+        0
+    }
+    /// A tensor as it is mapped; empty where that is not in one piece.
+    fn mapped(&self, _tensor: usize) -> &[u8] {
+        &[]
+    }
+    /// Asks the system to read some bytes of [`WeightSource::mapped`], without waiting for them.
+    fn read_ahead(&self, _tensor: usize, _bytes: Range<usize>) {}
+    /// Lets the system take back the memory of a tensor; it is read again if it is used again.
+    fn release(&self, _tensor: usize) {}
 }
 
 /// Opens a GGUF file (any file of a split set) or a checkpoint folder.

@@ -84,6 +84,8 @@ impl RowQuantizer for Quantizer {
             Level::Scalar => self.quantize::<Scalar>(row, blocks, work),
             #[cfg(target_arch = "x86_64")]
             Level::Avx2 => avx2::quantize(self, row, blocks, work),
+            #[cfg(target_arch = "aarch64")]
+            Level::Neon => self.quantize::<crate::simd::Neon>(row, blocks, work),
         });
     }
 }

@@ -1,110 +1,44 @@
 //! Products of rows as they lie in the file: quantized rows with 8-bit inputs, float rows with `f32` inputs.
 
 mod formats;
+mod inputs;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod wide;
 
 use gguf_tools::block::BlockType;
-use gguf_tools::simd::{Lanes, Level};
+use gguf_tools::simd::Level;
 
-use self::wide::{Plain, Wide};
-
-/// Thirty-two inputs rounded to 8 bits: `value = scale * i`.
-#[derive(Debug, Clone, Copy)]
-struct Group32 {
-    scale: f32,
-    values: [i8; 32],
-}
-
-/// A super-block of inputs rounded to 8 bits.
-#[derive(Debug, Clone, Copy)]
-struct Group256 {
-    scale: f32,
-    values: [i8; 256],
-    /// Sums of sixteen values each.
-    sums: [i16; 16],
-}
-
-/// Inputs rounded to 8 bits, in groups that share a scale.
-#[derive(Debug, Clone)]
-pub struct Int8Rows {
-    groups: Groups,
-    groups_per_row: usize,
-}
-
-#[derive(Debug, Clone)]
-enum Groups {
-    Of32(Vec<Group32>),
-    Of256(Vec<Group256>),
-}
-
-impl Int8Rows {
-    /// Rounds rows: within a group the largest magnitude becomes 127, ties go to even.
-    ///
-    /// `values`: `[rows, width]`; `width` a multiple of `group_values`, which is 32 or 256.
-    pub fn new(level: Level, values: &[f32], width: usize, group_values: usize) -> Self {
-        let groups = if group_values == 32 {
-            let groups = values.as_chunks::<32>().0.iter().map(|values| {
-                let mut group = Group32 { scale: 0.0, values: [0; 32] };
-                group.scale = round_group(level, values, &mut group.values);
-                group
-            });
-            Groups::Of32(groups.collect())
-        } else {
-            let groups = values.as_chunks::<256>().0.iter().map(|values| {
-                let mut group = Group256 { scale: 0.0, values: [0; 256], sums: [0; 16] };
-                group.scale = round_group(level, values, &mut group.values);
-                for (sum, values) in group.sums.iter_mut().zip(group.values.as_chunks::<16>().0) {
-                    *sum = values.iter().map(|&v| i16::from(v)).sum();
-                }
-                group
-            });
-            Groups::Of256(groups.collect())
-        };
-        Self { groups, groups_per_row: width / group_values }
-    }
-}
+use self::inputs::{Group32, Group256, Groups};
+pub use self::inputs::{InputRounding, Int8Rows};
+use self::wide::Wide;
 
 /// Defines a function that runs the generic one compiled for the instruction set of `level`.
 macro_rules! for_levels {
     ($name:ident = $generic:ident($($arg:ident : $type:ty),*) $(-> $result:ty)?) => {
-        #[expect(unsafe_code, reason = "calls of a function compiled for an instruction set that was detected")]
+        #[cfg_attr(
+            target_arch = "x86_64",
+            expect(unsafe_code, reason = "calls of a function compiled for an instruction set that was detected")
+        )]
         fn $name(level: Level, $($arg: $type),*) $(-> $result)? {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,f16c")]
             fn avx2($($arg: $type),*) $(-> $result)? {
-                $generic::<wide::Avx2Bytes>($($arg),*)
+                $generic::<$crate::cpu::int8::wide::Avx2Bytes>($($arg),*)
             }
             match level {
-                Level::Scalar => $generic::<Plain>($($arg),*),
+                Level::Scalar => $generic::<$crate::cpu::int8::wide::Plain>($($arg),*),
                 // SAFETY: `Level::detect` gives this level only on machines with AVX2 and F16C.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($arg),*) },
+                #[cfg(target_arch = "aarch64")]
+                Level::Neon => $generic::<$crate::cpu::int8::neon::NeonBytes>($($arg),*),
             }
         }
     };
 }
 
-for_levels!(round_group = round_group_in(values: &[f32], out: &mut [i8]) -> f32);
-
-/// Returns the scale. All zeros for a scale of zero.
-#[inline(always)]
-fn round_group_in<W: Wide>(values: &[f32], out: &mut [i8]) -> f32 {
-    let mut largest = W::Floats::splat(0.0);
-    for eight in values.as_chunks::<8>().0 {
-        largest = W::Floats::load(eight).abs().max(largest);
-    }
-    let mut lanes = [0.0_f32; 8];
-    largest.store(&mut lanes);
-    let largest = lanes.iter().fold(0.0_f32, |a, &b| a.max(b));
-    let inverse = if largest == 0.0 { 0.0 } else { 127.0 / largest };
-    for (out, eight) in out.as_chunks_mut::<8>().0.iter_mut().zip(values.as_chunks::<8>().0) {
-        let rounded = (W::Floats::load(eight) * W::Floats::splat(inverse)).round().to_i32();
-        for i in 0..8 {
-            out[i] = rounded[i] as i8;
-        }
-    }
-    largest / 127.0
-}
+use for_levels;
 
 /// One line of the table: every product of rows (as bytes) with rounded inputs.
 macro_rules! int8_products {

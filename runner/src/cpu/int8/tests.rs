@@ -46,6 +46,10 @@ fn rows(block_type: BlockType) -> Vec<u8> {
     rows
 }
 
+fn rounding(dot: Int8Dot) -> InputRounding {
+    InputRounding::of(dot.block_type).unwrap()
+}
+
 fn widened(block_type: BlockType, blocks: &[u8]) -> Vec<f32> {
     let mut out = vec![0.0; ROWS * WIDTH];
     block_type.format().unwrap().dequantize(blocks, &mut out);
@@ -57,14 +61,7 @@ fn products_equal_those_of_the_widened_row_with_the_rounded_inputs() {
     for dot in INT8_DOTS {
         let blocks = rows(dot.block_type);
         let rounded = Int8Rows::new(Level::detect(), &inputs(), WIDTH, dot.group_values);
-        let back: Vec<f32> = match &rounded.groups {
-            Groups::Of32(groups) => {
-                groups.iter().flat_map(|g| g.values.map(|v| g.scale * f32::from(v))).collect()
-            }
-            Groups::Of256(groups) => {
-                groups.iter().flat_map(|g| g.values.map(|v| g.scale * f32::from(v))).collect()
-            }
-        };
+        let back = rounding(dot).rounded(Level::detect(), &inputs());
         let weights = widened(dot.block_type, &blocks);
         let mut found = vec![0.0; ROWS * INPUTS];
         dot.products(Level::detect(), &blocks, &rounded, &mut found);
@@ -122,4 +119,90 @@ fn a_group_of_zeros_stays_zero() {
     let rounded = Int8Rows::new(Level::detect(), &[0.0; 256], 256, 256);
     let Groups::Of256(groups) = &rounded.groups else { unreachable!("asked for 256") };
     assert!(groups[0].scale == 0.0 && groups[0].values == [0; 256]);
+}
+
+/// What ggml's own code made of the same inputs: written by `tools/ggml_rounding.c`.
+fn from_ggml(name: &str) -> Vec<u8> {
+    let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../test-vectors/rounding");
+    std::fs::read(folder.join(name)).unwrap()
+}
+
+fn floats(bytes: &[u8]) -> Vec<f32> {
+    bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
+}
+
+const LEVELS: [fn() -> Level; 2] = [|| Level::Scalar, Level::detect];
+
+#[test]
+fn groups_of_32_are_those_of_ggml_to_the_bit() {
+    let (inputs, blocks) = (floats(&from_ggml("inputs.f32")), from_ggml("q8_0.inputs"));
+    for level in LEVELS {
+        let rounded = Int8Rows::new(level(), &inputs, WIDTH, 32);
+        assert_eq!(rounded.groups().len(), blocks.len() / 34);
+        for (at, (block, (scale, values))) in blocks.chunks(34).zip(rounded.groups()).enumerate() {
+            let theirs: Vec<i8> = block[2..].iter().map(|&b| b as i8).collect();
+            assert_eq!(half::f16::from_f32(scale).to_le_bytes(), block[..2], "scale of group {at}");
+            assert_eq!(values, theirs, "group {at}");
+        }
+    }
+}
+
+#[test]
+fn groups_of_256_are_those_of_ggml_to_the_bit() {
+    let (inputs, blocks) = (floats(&from_ggml("inputs.f32")), from_ggml("q8_K.inputs"));
+    for level in LEVELS {
+        let rounded = Int8Rows::new(level(), &inputs, WIDTH, 256);
+        let Groups::Of256(groups) = &rounded.groups else { unreachable!("asked for 256") };
+        assert_eq!(groups.len(), blocks.len() / 292);
+        for (at, (block, group)) in blocks.chunks(292).zip(groups).enumerate() {
+            // ggml's largest magnitude becomes -127 and its scale takes the sign.
+            let scale = floats(&block[..4])[0];
+            let sign = if scale < 0.0 { -1 } else { 1 };
+            let theirs: Vec<i8> = block[4..260].iter().map(|&b| sign * b as i8).collect();
+            assert_eq!(group.scale.to_bits(), scale.abs().to_bits(), "scale of group {at}");
+            assert_eq!(group.values[..], theirs, "group {at}");
+            if scale != 0.0 {
+                let sums = block[260..].as_chunks::<2>().0.iter();
+                let sums: Vec<i16> = sums.map(|&b| i16::from(sign) * i16::from_le_bytes(b)).collect();
+                assert_eq!(group.sums[..], sums, "sums of group {at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn float_inputs_are_rounded_as_ggml_rounds_them() {
+    let inputs = floats(&from_ggml("inputs.f32"));
+    let halves = InputRounding::Half.rounded(Level::detect(), &inputs);
+    let expected = from_ggml("f16.inputs");
+    let expected = expected.as_chunks::<2>().0.iter().map(|b| half::f16::from_le_bytes(*b).to_f32());
+    assert!(expected.eq(halves));
+    let brains = InputRounding::Brain.rounded(Level::detect(), &inputs);
+    let expected = from_ggml("bf16.inputs");
+    let expected = expected.as_chunks::<2>().0.iter().map(|b| half::bf16::from_le_bytes(*b).to_f32());
+    assert!(expected.eq(brains));
+}
+
+#[test]
+fn products_are_those_of_ggml_but_for_the_order_of_sums() {
+    let inputs = floats(&from_ggml("inputs.f32"));
+    for dot in INT8_DOTS {
+        let name = dot.block_type.name();
+        let name = if name.ends_with("_K") { format!("q{}", &name[1..]) } else { name.to_lowercase() };
+        let (blocks, theirs) =
+            (from_ggml(&format!("{name}.rows")), floats(&from_ggml(&format!("{name}.products"))));
+        let rounded = Int8Rows::new(Level::detect(), &inputs, WIDTH, dot.group_values);
+        let mut ours = vec![0.0; theirs.len()];
+        dot.products(Level::detect(), &blocks, &rounded, &mut ours);
+        let mut weights = vec![0.0; 2 * WIDTH];
+        dot.block_type.format().unwrap().dequantize(&blocks, &mut weights);
+        let n_inputs = inputs.len() / WIDTH;
+        for (at, (ours, theirs)) in ours.iter().zip(&theirs).enumerate() {
+            let pairs =
+                weights[at / n_inputs * WIDTH..][..WIDTH].iter().zip(&inputs[at % n_inputs * WIDTH..]);
+            let size = pairs.map(|(w, x)| f64::from(w * x).powi(2)).sum::<f64>().sqrt();
+            let difference = f64::from(ours - theirs).abs();
+            assert!(difference <= 2e-6 * size, "{name}, product {at}: {ours}, ggml {theirs}");
+        }
+    }
 }

@@ -1,0 +1,609 @@
+//! Fetching files: connections that take pieces of whichever file has some left.
+
+use std::collections::VecDeque;
+use std::io::Read;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::Scope;
+use std::time::Duration;
+
+use reqwest::Url;
+
+use crate::digest::Digest;
+use crate::error::DownloadError;
+use crate::http::{Answer, Ask, Backoff, Client, Gate, Trouble, describe_body, host, recognise};
+use crate::part::{BUFFER_BYTES, Opening, Part, Remedy, Run, Verdict};
+use crate::pieces::Fingerprint;
+use crate::probe::{Found, probe};
+use crate::progress::{Event, Meter, Observer};
+use crate::settings::Settings;
+use crate::{space, unsized_body};
+
+/// Most bytes that one request asks for: signed addresses are renewed between requests.
+const MAX_RUN_BYTES: u64 = 64 << 20;
+/// A connection hands on what it has when it has so many bytes, even if its buffer would hold more.
+const LEAST_READ_BYTES: usize = 64 << 10;
+/// A file that changes more often while it is fetched is given up.
+const MAX_RESTARTS: u32 = 3;
+
+/// One file to be had.
+#[derive(Debug, Clone)]
+pub(crate) struct Item {
+    /// Name for messages.
+    pub(crate) name: String,
+    /// What the journal calls its source.
+    pub(crate) source: String,
+    pub(crate) url: Url,
+    pub(crate) n_bytes: Option<u64>,
+    pub(crate) digest: Option<Digest>,
+    pub(crate) target: PathBuf,
+    /// Where the record of its pieces is kept afterwards.
+    pub(crate) record: Option<PathBuf>,
+}
+
+/// A file that is whole and under its name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Fetched {
+    pub(crate) digest: Digest,
+    /// Whether it was compared with an announced one.
+    pub(crate) checked: bool,
+    pub(crate) n_bytes: u64,
+}
+
+/// Fetches all files. They are under their final names when this returns well, and only then.
+pub(crate) fn fetch_all(
+    client: &Client,
+    settings: &Settings,
+    items: &[Item],
+    observer: &dyn Observer,
+) -> Result<Vec<Fetched>, DownloadError> {
+    let mut found = Vec::with_capacity(items.len());
+    for item in items {
+        found.push(match item.n_bytes {
+            Some(n_bytes) => Found { n_bytes: Some(n_bytes), ..Found::default() },
+            None => probe(client, settings, item, observer)?,
+        });
+    }
+    space::check(items.iter().zip(&found).map(|(item, found)| (item.target.as_path(), found.n_bytes)))?;
+    let n_bytes = found.iter().filter_map(|found| found.n_bytes).sum();
+    let job = Job {
+        client,
+        settings,
+        items,
+        found,
+        observer,
+        meter: Meter::new(items.len(), n_bytes),
+        gate: Gate::default(),
+        queue: Mutex::new(Queue {
+            waiting: (0..items.len()).collect(),
+            active: Vec::new(),
+            n_opening: 0,
+            done: vec![None; items.len()],
+            failure: None,
+        }),
+        changed: Condvar::new(),
+        stop: AtomicBool::new(false),
+    };
+    std::thread::scope(|scope| {
+        let connections: Vec<_> =
+            (0..settings.connections.max(1)).map(|_| scope.spawn(|| job.work(scope))).collect();
+        for connection in connections {
+            if connection.join().is_err() {
+                job.stop.store(true, Ordering::SeqCst);
+            }
+        }
+        for active in &job.lock().active {
+            active.part.stop();
+        }
+    });
+    let queue = job.queue.into_inner().unwrap_or_else(PoisonError::into_inner);
+    if let Some(failure) = queue.failure {
+        return Err(failure);
+    }
+    let done: Option<Vec<_>> = queue.done.into_iter().collect();
+    let (done_bytes, n_bytes) = job.meter.totals();
+    done.ok_or(DownloadError::Interrupted { done_bytes, n_bytes })
+}
+
+/// Everything that the connections share.
+struct Job<'a> {
+    client: &'a Client,
+    settings: &'a Settings,
+    items: &'a [Item],
+    found: Vec<Found>,
+    observer: &'a dyn Observer,
+    meter: Meter,
+    gate: Gate,
+    queue: Mutex<Queue>,
+    changed: Condvar,
+    stop: AtomicBool,
+}
+
+struct Queue {
+    waiting: VecDeque<usize>,
+    active: Vec<Active>,
+    n_opening: usize,
+    done: Vec<Option<Fetched>>,
+    failure: Option<DownloadError>,
+}
+
+#[derive(Clone)]
+struct Active {
+    index: usize,
+    part: Arc<Part>,
+}
+
+enum Work {
+    Open(usize),
+    Run(Active, Run),
+    Finish(Active),
+}
+
+impl Job<'_> {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn stopped(&self) -> bool {
+        self.stop.load(Ordering::Relaxed) || self.observer.interrupted()
+    }
+
+    fn fail(&self, error: DownloadError) {
+        let mut queue = self.lock();
+        queue.failure.get_or_insert(error);
+        self.stop.store(true, Ordering::SeqCst);
+        for active in &queue.active {
+            active.part.stop();
+        }
+        drop(queue);
+        self.changed.notify_all();
+    }
+
+    /// One connection: takes work until there is none.
+    fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
+        let mut backoff = Backoff::new(self.settings.retry);
+        let mut buffer = Vec::with_capacity(BUFFER_BYTES);
+        while let Some(work) = self.next() {
+            let result = match work {
+                Work::Open(index) => self.open(index, scope),
+                Work::Finish(active) => self.finish(&active),
+                Work::Run(active, run) => self.run(&active, run, &mut backoff, &mut buffer),
+            };
+            if let Err(error) = result {
+                self.fail(error);
+            }
+            self.changed.notify_all();
+        }
+    }
+
+    fn next(&self) -> Option<Work> {
+        let mut queue = self.lock();
+        loop {
+            if self.stopped() {
+                return None;
+            }
+            for active in &queue.active {
+                if active.part.take_finish() {
+                    return Some(Work::Finish(active.clone()));
+                }
+                if let Some(run) = active.part.take_run(self.settings.connections, MAX_RUN_BYTES) {
+                    return Some(Work::Run(active.clone(), run));
+                }
+            }
+            if let Some(index) = queue.waiting.pop_front() {
+                queue.n_opening += 1;
+                return Some(Work::Open(index));
+            }
+            if queue.active.is_empty() && queue.n_opening == 0 {
+                return None;
+            }
+            let wait = Duration::from_millis(100);
+            queue = self.changed.wait_timeout(queue, wait).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn open<'scope>(
+        &'scope self,
+        index: usize,
+        scope: &'scope Scope<'scope, '_>,
+    ) -> Result<(), DownloadError> {
+        let (item, found) = (&self.items[index], &self.found[index]);
+        let Some(n_bytes) = found.n_bytes else {
+            let fetched =
+                unsized_body::fetch(self.client, self.settings, item, self.observer, &|| self.stopped())?;
+            let mut queue = self.lock();
+            queue.n_opening -= 1;
+            queue.done[index] = fetched;
+            self.meter.file_done();
+            return Ok(());
+        };
+        let opening = Opening {
+            name: &item.name,
+            source: &item.source,
+            target: &item.target,
+            n_bytes,
+            piece_bytes: self.settings.piece_bytes,
+            digest: item.digest.as_ref(),
+            etag: found.etag.as_deref(),
+        };
+        let opened = Part::open(&opening, self.observer);
+        let mut queue = self.lock();
+        queue.n_opening -= 1;
+        let part = Arc::new(opened?);
+        if found.no_ranges {
+            part.no_ranges();
+        }
+        part.set_link(found.link.clone());
+        let done_bytes = part.done_bytes();
+        self.meter.found(done_bytes);
+        if done_bytes > 0 {
+            self.observer.event(&Event::Resuming { file: &item.name, done_bytes, n_bytes });
+        }
+        queue.active.push(Active { index, part: part.clone() });
+        scope.spawn(move || {
+            if let Err(error) = part.follow() {
+                self.fail(error);
+            }
+        });
+        Ok(())
+    }
+
+    fn finish(&self, active: &Active) -> Result<(), DownloadError> {
+        let part = &active.part;
+        let item = &self.items[active.index];
+        let found = match part.verdict(&|| self.stopped()) {
+            Verdict::Stopped => return Ok(()),
+            Verdict::Wrong(found) => return self.remedy(part, &found),
+            Verdict::Right(found) => found,
+        };
+        part.finish(item.record.as_deref())?;
+        part.stop();
+        self.meter.file_done();
+        self.observer.event(&Event::Finished {
+            file: &item.name,
+            path: &item.target,
+            digest: found.hex(),
+            checked: item.digest.is_some(),
+        });
+        let mut queue = self.lock();
+        queue.active.retain(|other| other.index != active.index);
+        let n_bytes = part.geometry.n_bytes;
+        queue.done[active.index] = Some(Fetched { digest: found, checked: item.digest.is_some(), n_bytes });
+        Ok(())
+    }
+
+    fn remedy(&self, part: &Part, found: &Digest) -> Result<(), DownloadError> {
+        let expected = part.digest.as_ref().expect("only an expected digest can be wrong");
+        let before = part.done_bytes();
+        let remedy = part.remedy(self.observer)?;
+        self.meter.lost(before.saturating_sub(part.done_bytes()));
+        match remedy {
+            Remedy::Refetch | Remedy::Continue => Ok(()),
+            Remedy::Compare => {
+                let (found, expected) = (found.hex(), expected.hex());
+                self.observer.event(&Event::Comparing { file: &part.name, found, expected });
+                Ok(())
+            }
+            Remedy::None { compared_bytes } => Err(DownloadError::Digest {
+                file: part.name.clone(),
+                algorithm: expected.algorithm(),
+                found: found.hex().to_owned(),
+                expected: expected.hex().to_owned(),
+                compared_bytes,
+                part: part.path.clone(),
+            }),
+        }
+    }
+
+    /// One request, and what its failure means.
+    fn run(
+        &self,
+        active: &Active,
+        run: Run,
+        backoff: &mut Backoff,
+        buffer: &mut Vec<u8>,
+    ) -> Result<(), DownloadError> {
+        self.sleep(self.gate.closed_for());
+        let mut received = 0;
+        let result = self.fetch(active, &run, buffer, &mut received);
+        let lost = active.part.release(run.pieces, self.observer)?;
+        self.meter.lost(lost);
+        if received > 0 {
+            backoff.progress();
+        }
+        let (problem, asked_for) = match result {
+            Ok(()) => return Ok(()),
+            Err(Trouble::Final(error)) => return Err(error),
+            Err(Trouble::Expired { what }) => {
+                active.part.set_link(None);
+                (what, None)
+            }
+            Err(Trouble::Passing { what, wait }) => (what, wait),
+        };
+        // The pieces are free again: another connection may have more luck meanwhile.
+        self.changed.notify_all();
+        if self.stopped() {
+            return Ok(());
+        }
+        let file = &active.part.name;
+        let Some(wait) = backoff.failure(asked_for) else {
+            return Err(DownloadError::GaveUp {
+                file: file.clone(),
+                attempts: backoff.attempts(),
+                done_bytes: active.part.done_bytes(),
+                n_bytes: active.part.geometry.n_bytes,
+                last: problem,
+            });
+        };
+        if asked_for.is_some() {
+            self.gate.close_for(wait);
+        }
+        self.observer.event(&Event::Retrying { file, problem: &problem, wait });
+        self.sleep(wait);
+        Ok(())
+    }
+
+    fn sleep(&self, time: Duration) {
+        const STEP: Duration = Duration::from_millis(50);
+        let mut left = time;
+        while !left.is_zero() && !self.stopped() {
+            std::thread::sleep(left.min(STEP));
+            left = left.saturating_sub(STEP);
+        }
+    }
+
+    fn fetch(
+        &self,
+        active: &Active,
+        run: &Run,
+        buffer: &mut Vec<u8>,
+        received: &mut u64,
+    ) -> Result<(), Trouble> {
+        let (part, item) = (&active.part, &self.items[active.index]);
+        let start = part.start_of(run);
+        let end = part.geometry.range(run.pieces.end - 1).end;
+        let (link, if_range, ranged) = (part.link(), part.if_range(), part.ranges());
+        let ask = Ask {
+            range: ranged.then_some((start, end - 1)),
+            if_range: if_range.as_deref(),
+            is_link: link.is_some(),
+            ..Ask::get(link.as_ref().unwrap_or(&item.url))
+        };
+        let answer = self.client.send(&ask)?;
+        if answer.elsewhere {
+            part.set_link(Some(answer.url.clone()));
+        }
+        let Some(body) = accept(part, &answer, ranged, start..end)? else { return Ok(()) };
+        Stream { job: self, part, answer, at: body.from, wanted: true, received }.pour(run, body, buffer)
+    }
+}
+
+/// Which bytes a body has.
+struct Body {
+    from: u64,
+    /// First byte that is wanted.
+    start: u64,
+    end: u64,
+}
+
+/// Whether the answer is what was asked for. `None`: the request is to be made again in another way.
+fn accept(
+    part: &Part,
+    answer: &Answer,
+    ranged: bool,
+    wanted: std::ops::Range<u64>,
+) -> Result<Option<Body>, Trouble> {
+    let host = || host(&answer.url);
+    let passing = |what: String| Trouble::Passing { what: format!("{}: {what}", host()), wait: None };
+    let wrong_size = |found: u64| {
+        let expected = part.geometry.n_bytes;
+        Trouble::Final(DownloadError::Size { file: part.name.clone(), host: host(), found, expected })
+    };
+    if let (Some(announced), Some(Digest::Sha256(expected))) = (&answer.linked.etag, &part.digest)
+        && let Some(Digest::Sha256(announced)) = Digest::from_hex(announced)
+        && announced != *expected
+    {
+        return Err(Trouble::Final(DownloadError::Changing {
+            file: part.name.clone(),
+            before: expected.clone(),
+            now: announced,
+        }));
+    }
+    let etag = answer.etag();
+    if let Some(before) = part.note_etag(etag.as_deref())? {
+        if part.digest.is_none() {
+            if part.n_restarts() > MAX_RESTARTS {
+                let now = etag.unwrap_or_default();
+                return Err(Trouble::Final(DownloadError::Changing { file: part.name.clone(), before, now }));
+            }
+            return Ok(None);
+        }
+        if answer.status() == 200 && ranged {
+            return Ok(None);
+        }
+    }
+    let n_bytes = part.geometry.n_bytes;
+    match answer.status() {
+        206 if ranged => {
+            let range =
+                answer.content_range().ok_or_else(|| passing("206 without Content-Range".to_owned()))?;
+            if let Some(total) = range.total.filter(|total| *total != n_bytes) {
+                return Err(wrong_size(total));
+            }
+            let (first, last) = range.bytes.unwrap_or((u64::MAX, 0));
+            if first != wanted.start || last < first || last >= n_bytes {
+                return Err(passing(format!("asked for byte {}, got {first} to {last}", wanted.start)));
+            }
+            let end = wanted.end.min(last + 1);
+            Ok(Some(Body { from: first, start: first, end }))
+        }
+        200 => {
+            if let Some(found) =
+                answer.content_length().filter(|found| *found != n_bytes && answer.encoding().is_none())
+            {
+                return Err(wrong_size(found));
+            }
+            if ranged && wanted != (0..n_bytes) {
+                part.no_ranges();
+                return Ok(None);
+            }
+            Ok(Some(Body { from: 0, start: wanted.start, end: wanted.end }))
+        }
+        416 => match answer.content_range().and_then(|range| range.total) {
+            Some(found) if found != n_bytes => Err(wrong_size(found)),
+            _ => Err(passing(format!("refuses bytes {} to {} (416)", wanted.start, wanted.end - 1))),
+        },
+        status => Err(passing(format!("answers {status}"))),
+    }
+}
+
+/// A body on its way into a part file.
+struct Stream<'a> {
+    job: &'a Job<'a>,
+    part: &'a Part,
+    answer: Answer,
+    at: u64,
+    /// Whether the piece at hand is written: of a whole body, only what is missing is.
+    wanted: bool,
+    received: &'a mut u64,
+}
+
+impl Stream<'_> {
+    fn pour(mut self, run: &Run, body: Body, buffer: &mut Vec<u8>) -> Result<(), Trouble> {
+        let part = self.part;
+        let mut fingerprint = {
+            buffer.resize(BUFFER_BYTES, 0);
+            part.begun(run, buffer)?
+        };
+        let encoding = self.answer.encoding();
+        let suspicious = self.answer.is_html();
+        let mut first = true;
+        while self.at < body.end {
+            let piece = part.geometry.piece_of(self.at.max(body.start));
+            let piece_end = part.geometry.range(piece).end;
+            let limit = if self.at < body.start { body.start } else { piece_end.min(body.end) };
+            let read = self.fill(buffer, (limit - self.at) as usize);
+            if first && !buffer.is_empty() {
+                first = false;
+                check_start(part, &self.answer, buffer, encoding.as_deref(), suspicious || self.at == 0)?;
+            }
+            let at = self.at;
+            self.at += buffer.len() as u64;
+            if at >= body.start && !buffer.is_empty() {
+                if !self.keep(run, piece, at, buffer, &mut fingerprint)? {
+                    return Ok(());
+                }
+                if self.at == piece_end {
+                    fingerprint = Fingerprint::new();
+                }
+            }
+            if let Err(problem) = read {
+                if !run.compare && self.at > body.start && self.at < piece_end {
+                    part.leave(piece, &fingerprint)?;
+                }
+                let what = format!("{}: {problem} at byte {}", host(&self.answer.url), self.at);
+                return Err(Trouble::Passing { what, wait: None });
+            }
+            if self.job.stopped() {
+                if !run.compare && self.at > body.start && self.at < piece_end {
+                    part.leave(piece, &fingerprint)?;
+                }
+                return Ok(());
+            }
+        }
+        // Lets the connection be used again if the body ends here, as it should.
+        let _ = self.answer.response.read(&mut [0]);
+        Ok(())
+    }
+
+    /// Reads up to `limit` bytes. What came before a failure is in the buffer.
+    fn fill(&mut self, buffer: &mut Vec<u8>, limit: usize) -> Result<(), String> {
+        let limit = limit.min(BUFFER_BYTES);
+        buffer.resize(limit, 0);
+        let mut n = 0;
+        let result = loop {
+            match self.answer.response.read(&mut buffer[n..]) {
+                Ok(0) => break Err("the body ends early".to_owned()),
+                Ok(more) => {
+                    n += more;
+                    if n == limit || n >= LEAST_READ_BYTES {
+                        break Ok(());
+                    }
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => break Err(describe_body(&error)),
+            }
+        };
+        buffer.truncate(n);
+        result
+    }
+
+    /// Puts what came where it belongs. `false`: the connection is to stop.
+    fn keep(
+        &mut self,
+        run: &Run,
+        piece: usize,
+        at: u64,
+        buffer: &mut Vec<u8>,
+        fingerprint: &mut Fingerprint,
+    ) -> Result<bool, Trouble> {
+        let part = self.part;
+        let n_bytes = buffer.len() as u64;
+        let piece_start = part.geometry.range(piece).start;
+        let mut new_bytes = 0;
+        if run.compare {
+            fingerprint.update(buffer);
+            let complete = self.at == part.geometry.range(piece).end;
+            if complete && !part.compare(piece, fingerprint, self.job.observer)? {
+                self.job.meter.lost(u64::from(part.geometry.len(piece)));
+            }
+        } else {
+            if at == piece_start && piece > run.pieces.start {
+                let lost = part.needs(piece);
+                self.wanted = lost.is_some();
+                self.job.meter.lost(lost.unwrap_or(0));
+            }
+            if !self.wanted {
+                return Ok(true);
+            }
+            if !part.write(piece, at, buffer, fingerprint)? {
+                return Ok(false);
+            }
+            new_bytes = n_bytes;
+        }
+        *self.received += n_bytes;
+        let file = (part.name.as_str(), self.at, part.geometry.n_bytes);
+        self.job.meter.received(n_bytes, new_bytes, self.job.observer, file);
+        Ok(true)
+    }
+}
+
+/// Looks at the first bytes of a body: they may be something else than the file.
+fn check_start(
+    part: &Part,
+    answer: &Answer,
+    start: &[u8],
+    encoding: Option<&str>,
+    look: bool,
+) -> Result<(), Trouble> {
+    const GZIP: [u8; 2] = [0x1f, 0x8b];
+    if let Some(encoding) = encoding
+        && (start.starts_with(&GZIP) || encoding != "gzip")
+    {
+        // A server that claims an encoding and sends plain bytes is believed; the digest has the last word.
+        let what =
+            format!("{} sends the file compressed ({encoding}), which was not asked for", host(&answer.url));
+        return Err(Trouble::Passing { what, wait: None });
+    }
+    let is_page = [".html", ".htm", ".xml"].iter().any(|end| part.name.ends_with(end));
+    match recognise(start).filter(|_| look && !is_page) {
+        Some(unwanted) => Err(Trouble::Final(DownloadError::NotTheFile {
+            file: part.name.clone(),
+            host: host(&answer.url),
+            found: unwanted.found,
+            advice: unwanted.advice,
+        })),
+        None => Ok(()),
+    }
+}

@@ -1,0 +1,263 @@
+//! What a layer keeps of a sequence on the device, (5.1).
+//!
+//! The window is a ring of a power of two of slots, at least the window and the most tokens of a piece together: a piece
+//! is appended before its first query is attended to. Compressed rows grow geometrically. Rows are `f16` where rounding
+//! has made them coarser anyway ([`crate::Numerics::Official`]), otherwise `f32`.
+
+use super::driver::Device;
+use super::error::CudaError;
+use super::pool::{Pool, PoolBuffer};
+use crate::ops::{CacheShape, CompressedRows};
+
+/// Tokens that the first allocation of compressed rows has room for.
+const FIRST_TOKENS: usize = 4096;
+
+/// Rows of the cache.
+pub(super) enum Rows {
+    Half(PoolBuffer<u16>),
+    Float(PoolBuffer<f32>),
+}
+
+impl Rows {
+    fn new(pool: &Pool, halves: bool, n_values: usize) -> Result<Self, CudaError> {
+        let what = "the key-value cache";
+        Ok(if halves {
+            Self::Half(pool.take(n_values, what)?)
+        } else {
+            Self::Float(pool.take(n_values, what)?)
+        })
+    }
+
+    /// End of the names of kernels for this storage.
+    pub(super) fn suffix(&self) -> &'static str {
+        match self {
+            Self::Half(_) => "half",
+            Self::Float(_) => "float",
+        }
+    }
+
+    fn n_bytes(&self) -> usize {
+        match self {
+            Self::Half(values) => values.n_bytes(),
+            Self::Float(values) => values.n_bytes(),
+        }
+    }
+
+    /// Copies the first `n` values of `from`, which stores them the same way.
+    fn copy_from(&mut self, device: &Device, from: &Self, n: usize) -> Result<(), CudaError> {
+        match (self, from) {
+            (Self::Half(to), Self::Half(from)) => device.copy(from.slice(0..n), &mut to.slice_mut(0..n)),
+            (Self::Float(to), Self::Float(from)) => device.copy(from.slice(0..n), &mut to.slice_mut(0..n)),
+            _ => unreachable!("all caches of a backend store alike"),
+        }
+    }
+}
+
+/// A compressor on its way through a sequence, and the rows it has emitted.
+pub(super) struct CompressorStore {
+    /// Values of the latest tokens, `[n_slots, token_width]`; token `t` is in slot `t % n_slots`.
+    pub(super) values: PoolBuffer<f32>,
+    /// Their gates, without position bias.
+    pub(super) gates: PoolBuffer<f32>,
+    /// `[capacity, width]`.
+    pub(super) rows: Rows,
+    /// Rows there is room for.
+    pub(super) capacity: usize,
+    /// Values a row.
+    pub(super) width: usize,
+    /// Tokens kept: those of a window, or of two where windows overlap.
+    pub(super) n_slots: usize,
+}
+
+impl CompressorStore {
+    fn new(
+        pool: &Pool,
+        halves: bool,
+        ratio: usize,
+        width: usize,
+        capacity: usize,
+    ) -> Result<Self, CudaError> {
+        let doubled = if overlapping(ratio) { 2 } else { 1 };
+        let (n_slots, token_width) = (doubled * ratio, doubled * width);
+        let state = || pool.take(n_slots * token_width, "the state of a compressor");
+        let rows = Rows::new(pool, halves, capacity * width)?;
+        Ok(Self { values: state()?, gates: state()?, rows, capacity, width, n_slots })
+    }
+
+    fn n_bytes(&self) -> usize {
+        self.values.n_bytes() + self.gates.n_bytes() + self.rows.n_bytes()
+    }
+
+    fn copy_from(&mut self, device: &Device, from: &Self, n_rows: usize) -> Result<(), CudaError> {
+        device.copy(from.values.view(), &mut self.values.view_mut())?;
+        device.copy(from.gates.view(), &mut self.gates.view_mut())?;
+        self.rows.copy_from(device, &from.rows, n_rows * self.width)
+    }
+}
+
+/// Whether windows of this ratio overlap.
+pub(super) fn overlapping(ratio: usize) -> bool {
+    ratio == 4
+}
+
+/// Everything of a cache that has room.
+pub(super) struct Stores {
+    /// `[ring_slots, head_dim]`.
+    pub(super) window: Rows,
+    attention: Option<CompressorStore>,
+    indexer: Option<CompressorStore>,
+}
+
+impl Stores {
+    fn compressors(&self) -> impl Iterator<Item = &CompressorStore> {
+        self.attention.iter().chain(&self.indexer)
+    }
+}
+
+/// How caches of a backend store.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Storage {
+    /// Whether rows are `f16`.
+    pub(super) halves: bool,
+    /// Slots of the window's ring, a power of two.
+    pub(super) ring_slots: usize,
+}
+
+/// One layer's cache of one sequence on the device.
+pub struct CudaCache {
+    pub(super) shape: CacheShape,
+    /// Tokens there is room for.
+    capacity: usize,
+    /// None before the first token.
+    stores: Option<Stores>,
+}
+
+impl CudaCache {
+    pub(super) fn new(shape: CacheShape) -> Self {
+        Self { shape, capacity: 0, stores: None }
+    }
+
+    pub(super) fn n_bytes(&self) -> usize {
+        self.stores.as_ref().map_or(0, |stores| {
+            stores.window.n_bytes() + stores.compressors().map(CompressorStore::n_bytes).sum::<usize>()
+        })
+    }
+
+    fn n_rows(&self, n_tokens: usize) -> usize {
+        n_tokens.checked_div(self.shape.ratio).unwrap_or(0)
+    }
+
+    fn stores_for(&self, pool: &Pool, storage: Storage, n_tokens: usize) -> Result<Stores, CudaError> {
+        let CacheShape { ratio, head_dim, index_head_dim, .. } = self.shape;
+        let capacity = self.n_rows(n_tokens).max(1);
+        let compressor = |width| CompressorStore::new(pool, storage.halves, ratio, width, capacity);
+        Ok(Stores {
+            window: Rows::new(pool, storage.halves, storage.ring_slots * head_dim)?,
+            attention: (ratio != 0).then(|| compressor(head_dim)).transpose()?,
+            indexer: overlapping(ratio).then(|| compressor(index_head_dim)).transpose()?,
+        })
+    }
+
+    /// Makes room for `n_tokens` in all; what is there is kept. Says whether addresses changed.
+    pub(super) fn reserve(
+        &mut self,
+        device: &Device,
+        pool: &Pool,
+        storage: Storage,
+        n_tokens: usize,
+    ) -> Result<bool, CudaError> {
+        if n_tokens <= self.capacity {
+            return Ok(false);
+        }
+        // A layer without compressed rows never grows.
+        let grown = n_tokens.max(2 * self.capacity).max(FIRST_TOKENS).next_multiple_of(FIRST_TOKENS);
+        let capacity = if self.shape.ratio == 0 { usize::MAX } else { grown };
+        let mut stores = self.stores_for(pool, storage, grown)?;
+        if let Some(old) = &self.stores {
+            let n_rows = self.n_rows(self.capacity);
+            copy_stores(device, old, &mut stores, storage.ring_slots * self.shape.head_dim, n_rows)?;
+        }
+        (self.stores, self.capacity) = (Some(stores), capacity);
+        Ok(true)
+    }
+
+    /// A copy that has room for the `n_tokens` that went into this cache and no more.
+    pub(super) fn copy(
+        &self,
+        device: &Device,
+        pool: &Pool,
+        storage: Storage,
+        n_tokens: usize,
+    ) -> Result<Self, CudaError> {
+        let mut copy = Self::new(self.shape);
+        if let Some(stores) = &self.stores {
+            let mut new = self.stores_for(pool, storage, n_tokens)?;
+            let ring = storage.ring_slots * self.shape.head_dim;
+            copy_stores(device, stores, &mut new, ring, self.n_rows(n_tokens))?;
+            (copy.stores, copy.capacity) = (Some(new), n_tokens);
+        }
+        Ok(copy)
+    }
+
+    /// Takes over a copy. Says whether addresses changed.
+    pub(super) fn restore(
+        &mut self,
+        device: &Device,
+        pool: &Pool,
+        storage: Storage,
+        copy: &Self,
+        n_tokens: usize,
+    ) -> Result<bool, CudaError> {
+        let moved = self.reserve(device, pool, storage, n_tokens)?;
+        if let (Some(from), Some(to)) = (&copy.stores, &mut self.stores) {
+            let n_rows = n_tokens.checked_div(self.shape.ratio).unwrap_or(0);
+            copy_stores(device, from, to, storage.ring_slots * self.shape.head_dim, n_rows)?;
+        }
+        Ok(moved)
+    }
+
+    /// # Panics
+    /// If no room was reserved.
+    pub(super) fn stores(&self) -> &Stores {
+        self.stores.as_ref().expect("room is reserved before a pass")
+    }
+
+    pub(super) fn stores_mut(&mut self) -> &mut Stores {
+        self.stores.as_mut().expect("room is reserved before a pass")
+    }
+
+    /// # Panics
+    /// If this layer has no such rows.
+    pub(super) fn compressor(&self, which: CompressedRows) -> &CompressorStore {
+        let stores = self.stores();
+        match which {
+            CompressedRows::Attention => stores.attention.as_ref(),
+            CompressedRows::Indexer => stores.indexer.as_ref(),
+        }
+        .expect("the layer compresses")
+    }
+
+    pub(super) fn compressor_mut(&mut self, which: CompressedRows) -> &mut CompressorStore {
+        let stores = self.stores_mut();
+        match which {
+            CompressedRows::Attention => stores.attention.as_mut(),
+            CompressedRows::Indexer => stores.indexer.as_mut(),
+        }
+        .expect("the layer compresses")
+    }
+}
+
+/// Copies the window's ring and the first compressed rows.
+fn copy_stores(
+    device: &Device,
+    from: &Stores,
+    to: &mut Stores,
+    ring_values: usize,
+    n_rows: usize,
+) -> Result<(), CudaError> {
+    to.window.copy_from(device, &from.window, ring_values)?;
+    for (from, to) in from.compressors().zip(to.attention.iter_mut().chain(&mut to.indexer)) {
+        to.copy_from(device, from, n_rows.min(from.capacity))?;
+    }
+    Ok(())
+}

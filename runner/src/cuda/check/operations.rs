@@ -1,0 +1,664 @@
+//! Every operation of the backend, computed on both machines from the same values.
+
+use std::sync::Arc;
+
+use gguf_tools::block::BlockType;
+use gguf_tools::model::HyperParameters;
+use gguf_tools::simd::Level;
+
+use super::source::{OneMatrix, noise};
+use super::{Report, SelfTest, Tolerance, Verdict, compare, same_bits};
+use crate::cpu::CpuBackend;
+use crate::cuda::CudaBackend;
+use crate::error::RunnerError;
+use crate::ops::{
+    ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, GatedFfn, HyperConnection,
+    HyperConstants, MatrixPlace, Numerics, Piece, Rope, RouterRule, RowPlaces, Selection, SublayerInput,
+    Work,
+};
+use crate::session::Options;
+use crate::weights::open_source;
+
+/// Floats in the same order up to a few operations.
+const CLOSE: Tolerance = Tolerance { rms: 2e-6, largest: 3e-5 };
+/// Rows stored as `f16`.
+const HALVES: Tolerance = Tolerance { rms: 2e-3, largest: 3e-2 };
+/// Queries and softmax weights rounded to halves.
+const ROUNDED_QUERIES: Tolerance = Tolerance { rms: 3e-3, largest: 3e-2 };
+/// Products with `f16` inputs and weights, or inputs of 8 bits.
+const ROUNDED_INPUTS: Tolerance = Tolerance { rms: 2e-2, largest: 2e-1 };
+
+/// A backend with what operations need besides values.
+struct Lab<'a, B> {
+    backend: &'a B,
+    h: &'a HyperParameters,
+}
+
+/// Named results, `(name, width, values)`.
+type Results = Vec<(&'static str, usize, Vec<f32>)>;
+
+impl<B: Backend> Lab<'_, B> {
+    fn matrix(&self, matrix: OneMatrix) -> Result<B::Matrix, RunnerError> {
+        let (source, place) = matrix.shared();
+        self.backend.matrix(&source, place)
+    }
+
+    fn random(
+        &self,
+        block_type: BlockType,
+        rows: usize,
+        columns: usize,
+        seed: u64,
+    ) -> Result<B::Matrix, RunnerError> {
+        self.matrix(random(self.h, block_type, rows, columns, seed))
+    }
+
+    /// `[.., width]` values as a tensor: rows of a table.
+    fn tensor(&self, values: &[f32], width: usize) -> Result<B::Tensor, RunnerError> {
+        let table = self.matrix(OneMatrix::table(self.h, width, values))?;
+        let n = values.len() / width;
+        let ids: Vec<u32> = (0..n as u32).collect();
+        let places = self.backend.places(&ids, &vec![0; n])?;
+        self.backend.embed(&table, RowPlaces { batch: &places, rows: 0..n }, 1)
+    }
+
+    fn noise(&self, seed: u64, tokens: usize, width: usize) -> Result<B::Tensor, RunnerError> {
+        self.tensor(&noise(seed, tokens * width), width)
+    }
+
+    fn read(&self, tensor: &B::Tensor) -> Result<Vec<f32>, RunnerError> {
+        Ok(self.backend.read(tensor)?.into_owned())
+    }
+}
+
+fn random(h: &HyperParameters, block_type: BlockType, rows: usize, columns: usize, seed: u64) -> OneMatrix {
+    OneMatrix::random(h, block_type, rows, columns, seed).expect("whole blocks of a type that can be written")
+}
+
+fn rope(n_pairs: usize) -> Rope {
+    let frequency = |i: usize| 10000_f64.powf(-(i as f64) / n_pairs as f64) as f32;
+    Rope { frequencies: (0..n_pairs).map(frequency).collect() }
+}
+
+/// Positions near and far.
+fn positions(n: usize) -> Vec<usize> {
+    (0..n).map(|i| [0, 1, 127, 4095, 131_071, 1_000_003][i % 6] + i / 6).collect()
+}
+
+#[derive(Debug, Clone)]
+enum Operation {
+    Norm { tokens: usize, width: usize },
+    Sums { tokens: usize, width: usize },
+    Streams { tokens: usize, width: usize },
+    Queries { tokens: usize, heads: usize, width: usize },
+    KeyValues { tokens: usize, width: usize, numerics: Numerics },
+    IndexQueries { tokens: usize, heads: usize, width: usize, numerics: Numerics },
+    Route { tokens: usize, experts: usize, used: usize, by_table: bool, level: bool },
+    Products { block_type: BlockType, tokens: usize, rows: usize, columns: usize, groups: usize },
+    Shared { block_type: BlockType, tokens: usize, width: usize, inner: usize },
+    Experts { types: [BlockType; 3], tokens: usize, experts: usize, used: usize, width: usize, inner: usize },
+}
+
+impl Operation {
+    fn run<B: Backend>(&self, lab: &Lab<'_, B>, work: Work) -> Result<Results, RunnerError> {
+        let b = lab.backend;
+        let _turn = b.turn(work)?;
+        match *self {
+            Self::Norm { tokens, width } => {
+                let x = lab.noise(1, tokens, width)?;
+                let weights = b.vector(noise(2, width))?;
+                Ok(vec![("norm", width, lab.read(&b.rms_norm(&x, &weights, 1e-6)?)?)])
+            }
+            Self::Sums { tokens, width } => {
+                let mut x = lab.noise(1, tokens, width)?;
+                b.add(&mut x, &lab.noise(2, tokens, width)?)?;
+                let sum = lab.read(&x)?;
+                b.project_out(&mut x, &b.vector(noise(3, width))?, 0.01)?;
+                let steered = lab.read(&x)?;
+                let mut zeros = b.zeros(tokens + 2, width)?;
+                b.put_rows(&mut zeros, 1, &x)?;
+                let moved = lab.read(&b.rows(&zeros, 0..tokens + 1)?)?;
+                Ok(vec![("sum", width, sum), ("steered", width, steered), ("moved", width, moved)])
+            }
+            Self::Streams { tokens, width } => streams(lab, tokens, width),
+            Self::Queries { tokens, heads, width } => {
+                let mut q = lab.noise(1, tokens, heads * width)?;
+                let positions = positions(tokens);
+                let places = b.places(&vec![0; tokens], &positions)?;
+                let rope = b.rope(rope(32.min(width / 2)))?;
+                b.q_finish(&mut q, width, 1e-6, &rope, RowPlaces { batch: &places, rows: 0..tokens })?;
+                Ok(vec![("queries", heads * width, lab.read(&q)?)])
+            }
+            Self::KeyValues { tokens, width, numerics } => {
+                let mut rows = lab.noise(1, tokens, width)?;
+                let places = b.places(&vec![0; tokens], &positions(tokens))?;
+                let rope = b.rope(rope(32))?;
+                b.kv_finish(&mut rows, &rope, RowPlaces { batch: &places, rows: 0..tokens }, numerics)?;
+                Ok(vec![("rows", width, lab.read(&rows)?)])
+            }
+            Self::IndexQueries { tokens, heads, width, numerics } => {
+                let mut q = lab.noise(1, tokens, heads * width)?;
+                let places = b.places(&vec![0; tokens], &positions(tokens))?;
+                let (rope, rows) = (b.rope(rope(32))?, 0..tokens);
+                b.index_finish(&mut q, width, &rope, RowPlaces { batch: &places, rows }, numerics)?;
+                Ok(vec![("index queries", heads * width, lab.read(&q)?)])
+            }
+            Self::Route { tokens, experts, used, by_table, level } => {
+                let values = if level { vec![0.5; tokens * experts] } else { noise(1, tokens * experts) };
+                let logits = lab.tensor(&values, experts)?;
+                let rule = if by_table {
+                    RouterRule::Hash((0..64 * used).map(|i| (i * 5 % experts) as i32).collect())
+                } else if level {
+                    RouterRule::Bias(vec![0.0; experts].into())
+                } else {
+                    RouterRule::Bias(noise(2, experts).iter().map(|v| v * 0.1).collect())
+                };
+                let rule = b.router_rule(rule)?;
+                let ids: Vec<u32> = (0..tokens as u32).map(|t| t * 13 % 64).collect();
+                let places = b.places(&ids, &vec![0; tokens])?;
+                let rows = RowPlaces { batch: &places, rows: 0..tokens };
+                let routing = b.route(&logits, &rule, rows, used, 1.5)?;
+                let routing = b.read_routing(&routing)?;
+                let chosen = routing.experts.iter().map(|&e| e as f32).collect();
+                Ok(vec![("experts", used, chosen), ("weights", used, routing.weights.clone())])
+            }
+            Self::Products { block_type, tokens, rows, columns, groups } => {
+                let matrix = lab.random(block_type, rows, columns, 2)?;
+                let x = lab.noise(1, tokens, groups * columns)?;
+                let product = if groups == 1 {
+                    b.linear_many(&x, &[&matrix])?.swap_remove(0)
+                } else {
+                    b.linear_grouped(&x, &matrix, groups)?
+                };
+                let ids: Vec<u32> = (0..5).map(|i| (i * 977 % rows) as u32).collect();
+                let places = b.places(&ids, &[0; 5])?;
+                let taken = b.embed(&matrix, RowPlaces { batch: &places, rows: 0..5 }, 1)?;
+                Ok(vec![("products", rows, lab.read(&product)?), ("rows taken", columns, lab.read(&taken)?)])
+            }
+            Self::Shared { block_type, tokens, width, inner } => {
+                let expert = GatedFfn {
+                    gate: lab.random(block_type, inner, width, 2)?,
+                    up: lab.random(block_type, inner, width, 3)?,
+                    down: lab.random(block_type, width, inner, 4)?,
+                };
+                let x = lab.noise(1, tokens, width)?;
+                Ok(vec![("shared expert", width, lab.read(&b.shared_expert(&x, &expert, 10.0, None)?)?)])
+            }
+            Self::Experts { types, tokens, experts, used, width, inner } => {
+                let sources = [(types[0], inner, width), (types[1], inner, width), (types[2], width, inner)];
+                let mut stacks = Vec::new();
+                for (seed, (block_type, rows, columns)) in sources.into_iter().enumerate() {
+                    let matrix = random(lab.h, block_type, experts * rows, columns, seed as u64 + 2);
+                    stacks.push(matrix.shared().0);
+                }
+                experts_of(lab, &stacks, sources, tokens, experts, used)
+            }
+        }
+    }
+}
+
+fn streams<B: Backend>(lab: &Lab<'_, B>, tokens: usize, width: usize) -> Result<Results, RunnerError> {
+    let (b, m) = (lab.backend, 4);
+    let constants =
+        HyperConstants { n_streams: m, sinkhorn_iterations: 20, epsilon: 1e-6, rms_epsilon: 1e-6 };
+    let mut state = lab.noise(1, tokens, m * width)?;
+    let weights = HyperConnection {
+        mixer: lab.random(BlockType::F32, 24, m * width, 2)?,
+        scale: b.vector(vec![0.7, 0.4, 1.3])?,
+        base: b.vector(noise(3, 24))?,
+    };
+    let norm = b.vector(noise(6, width))?;
+    let SublayerInput { merged, normed, mix } = b.hc_pre(&state, &weights, constants, &norm)?;
+    let mut results = vec![
+        ("merged", width, lab.read(&merged)?),
+        ("normed", width, lab.read(&normed)?),
+        ("post", m, lab.read(&mix.post)?),
+        ("comb", m * m, lab.read(&mix.comb)?),
+    ];
+    b.hc_post(&mut state, &lab.noise(4, tokens, width)?, &mix)?;
+    results.push(("mixed", m * width, lab.read(&state)?));
+    let head = HyperConnection {
+        mixer: lab.random(BlockType::F32, m, m * width, 2)?,
+        scale: b.vector(vec![0.7])?,
+        base: b.vector(noise(5, m))?,
+    };
+    let (x, normed) = b.hc_head(&state, &head, constants, &norm)?;
+    results.push(("head", width, lab.read(&x)?));
+    results.push(("head, normed", width, lab.read(&normed)?));
+    Ok(results)
+}
+
+fn experts_of<B: Backend>(
+    lab: &Lab<'_, B>,
+    stacks: &[Arc<dyn crate::weights::WeightSource>],
+    shapes: [(BlockType, usize, usize); 3],
+    tokens: usize,
+    experts: usize,
+    used: usize,
+) -> Result<Results, RunnerError> {
+    let b = lab.backend;
+    // The trait takes one source: one that serves the three tensors by index.
+    let source: Arc<dyn crate::weights::WeightSource> = Arc::new(Three(stacks.to_vec()));
+    let place = |tensor: usize| {
+        let (_, rows, columns) = shapes[tensor];
+        (0..experts).map(|e| MatrixPlace { tensor, first_row: e * rows, rows, columns }).collect::<Vec<_>>()
+    };
+    let experts_on = b.experts(&source, &GatedFfn { gate: place(0), up: place(1), down: place(2) })?;
+    let (width, inner) = (shapes[0].2, shapes[0].1);
+    let x = lab.noise(1, tokens, width)?;
+    let logits = lab.noise(9, tokens, experts)?;
+    let rule = b.router_rule(RouterRule::Bias(vec![0.0; experts].into()))?;
+    let places = b.places(&vec![0; tokens], &vec![0; tokens])?;
+    let routing = b.route(&logits, &rule, RowPlaces { batch: &places, rows: 0..tokens }, used, 1.5)?;
+    let mut mids = Vec::new();
+    let mut tap = |expert: usize, rows: &[usize], _: &[f32], inputs: &[f32], mid: &[f32]| {
+        mids.extend([expert as f32, rows.len() as f32, inputs.iter().sum::<f32>()]);
+        mids.extend_from_slice(mid);
+    };
+    let tapped = b.routed_experts(&x, &routing, &experts_on, 10.0, Some(&mut tap))?;
+    let plain = b.routed_experts(&x, &routing, &experts_on, 10.0, None)?;
+    Ok(vec![
+        ("experts", width, lab.read(&plain)?),
+        ("tapped experts", width, lab.read(&tapped)?),
+        ("mids", inner, mids),
+    ])
+}
+
+/// Sources as tensors 0, 1, 2 of one.
+struct Three(Vec<Arc<dyn crate::weights::WeightSource>>);
+
+impl crate::weights::WeightSource for Three {
+    fn path(&self) -> &std::path::Path {
+        self.0[0].path()
+    }
+
+    fn hyper_parameters(&self) -> &HyperParameters {
+        self.0[0].hyper_parameters()
+    }
+
+    fn find(&self, _: &str) -> Option<crate::weights::FoundTensor> {
+        None
+    }
+
+    fn block_type(&self, tensor: usize) -> Option<BlockType> {
+        self.0[tensor].block_type(0)
+    }
+
+    fn blocks(&self, tensor: usize, rows: std::ops::Range<usize>) -> Result<&[u8], RunnerError> {
+        self.0[tensor].blocks(0, rows)
+    }
+
+    fn read_rows(
+        &self,
+        tensor: usize,
+        rows: std::ops::Range<usize>,
+        out: &mut [f32],
+    ) -> Result<(), RunnerError> {
+        self.0[tensor].read_rows(0, rows, out)
+    }
+
+    fn read_integers(&self, _: usize) -> Result<Vec<i32>, RunnerError> {
+        Ok(Vec::new())
+    }
+}
+
+/// A layer's attention without its matrices, over a sequence that comes in pieces.
+#[derive(Debug, Clone)]
+struct SequenceOf {
+    ratio: usize,
+    heads: usize,
+    width: usize,
+    top_k: usize,
+    numerics: Numerics,
+    /// Tokens of each piece.
+    pieces: Vec<usize>,
+    /// Tokens at the end whose queries attend; whole pieces.
+    attending: usize,
+    work: Work,
+    /// Whether all index queries are zero, so that all scores are the same.
+    level_scores: bool,
+}
+
+const WINDOW: usize = 128;
+const INDEX_HEADS: usize = 16;
+const INDEX_WIDTH: usize = 128;
+
+impl SequenceOf {
+    fn n_tokens(&self) -> usize {
+        self.pieces.iter().sum()
+    }
+
+    fn run<B: Backend>(&self, lab: &Lab<'_, B>) -> Result<Results, RunnerError> {
+        let b = lab.backend;
+        let _turn = b.turn(self.work)?;
+        let (n, width, ratio) = (self.n_tokens(), self.width, self.ratio);
+        let doubled = if ratio == 4 { 2 } else { 1 };
+        let shape = CacheShape { ratio, window: WINDOW, head_dim: width, index_head_dim: INDEX_WIDTH };
+        let mut cache = b.cache(shape);
+        b.reserve(&mut cache, n)?;
+        let rope = b.rope(rope(32))?;
+        let kv = lab.noise(1, n, width)?;
+        let (values, gates) = (lab.noise(2, n, doubled * width)?, lab.noise(3, n, doubled * width)?);
+        let index_values = lab.noise(4, n, 2 * INDEX_WIDTH)?;
+        let index_gates = lab.noise(5, n, 2 * INDEX_WIDTH)?;
+        let compressor = Compressor {
+            position_bias: b.vector(noise(6, ratio.max(1) * doubled * width))?,
+            norm: b.vector(noise(7, width))?,
+        };
+        let index_compressor = Compressor {
+            position_bias: b.vector(noise(8, ratio.max(1) * 2 * INDEX_WIDTH))?,
+            norm: b.vector(noise(9, INDEX_WIDTH))?,
+        };
+        let sinks = b.vector(noise(10, self.heads))?;
+        let queries = noise(11, self.attending * self.heads * width);
+        let index_noise = noise(12, self.attending * INDEX_HEADS * INDEX_WIDTH);
+        let index_queries = if self.level_scores { vec![0.0; index_noise.len()] } else { index_noise };
+        let head_weights = noise(13, self.attending * INDEX_HEADS);
+        let (mut attended, mut chosen, mut scores) = (Vec::new(), Vec::new(), Vec::new());
+        let mut first = 0;
+        for &len in &self.pieces {
+            let range = first..first + len;
+            let positions: Vec<usize> = range.clone().collect();
+            let places = b.places(&vec![0; len], &positions)?;
+            let at = RowPlaces { batch: &places, rows: 0..len };
+            let piece = Piece { rows: 0..len, sequence: 0, position: first };
+            let part = |tensor: &B::Tensor| b.rows(tensor, range.clone());
+            let mut rows = part(&kv)?;
+            b.kv_finish(&mut rows, &rope, at.clone(), self.numerics)?;
+            b.append_window(&mut cache, &rows, &piece, at.clone())?;
+            let compress = |cache: &mut B::Cache, target, values, gates, weights| {
+                let (values, gates) = (part(values)?, part(gates)?);
+                let place = at.clone();
+                b.compress(cache, target, &values, &gates, &piece, place, weights, &rope, 1e-6, self.numerics)
+            };
+            if ratio != 0 {
+                compress(&mut cache, CompressedRows::Attention, &values, &gates, &compressor)?;
+            }
+            if ratio == 4 {
+                let (values, gates) = (&index_values, &index_gates);
+                compress(&mut cache, CompressedRows::Indexer, values, gates, &index_compressor)?;
+            }
+            if first >= n - self.attending {
+                let from = first - (n - self.attending);
+                let cut = |values: &[f32], width: usize| values[from * width..(from + len) * width].to_vec();
+                let mut q = lab.tensor(&cut(&queries, self.heads * width), self.heads * width)?;
+                b.q_finish(&mut q, width, 1e-6, &rope, at.clone())?;
+                let selection = match ratio {
+                    0 => Selection::None,
+                    4 => {
+                        let index_width = INDEX_HEADS * INDEX_WIDTH;
+                        let mut q = lab.tensor(&cut(&index_queries, index_width), index_width)?;
+                        b.index_finish(&mut q, INDEX_WIDTH, &rope, at.clone(), self.numerics)?;
+                        let weights = lab.tensor(&cut(&head_weights, INDEX_HEADS), INDEX_HEADS)?;
+                        let (rows, _) =
+                            b.index_topk(&cache, &q, &weights, &piece, at.clone(), self.top_k, false)?;
+                        let (again, kept) =
+                            b.index_topk(&cache, &q, &weights, &piece, at.clone(), self.top_k, true)?;
+                        chosen.extend(b.read_chosen(&rows)?.iter().flatten().map(|&row| row as f32));
+                        chosen.extend(b.read_chosen(&again)?.iter().flatten().map(|&row| row as f32));
+                        scores.extend(kept.into_iter().map(|score| score.max(-1e3)));
+                        Selection::Rows(rows)
+                    }
+                    _ => Selection::Visible,
+                };
+                let mut out = b.zeros(len, self.heads * width)?;
+                b.attend(&cache, &q, &piece, at, &selection, &sinks, &rope, &mut out)?;
+                attended.extend(lab.read(&out)?);
+            }
+            b.trim_window(&mut cache);
+            first += len;
+        }
+        Ok(vec![
+            ("attended", self.heads * width, attended),
+            ("chosen", self.top_k.max(1), chosen),
+            ("scores", 1, scores),
+        ])
+    }
+}
+
+struct Machines {
+    cpu: CpuBackend,
+    cuda: CudaBackend,
+    h: HyperParameters,
+}
+
+impl Machines {
+    fn open(
+        test: &SelfTest<'_>,
+        numerics: Numerics,
+        activations: ActivationPrecision,
+    ) -> Result<Self, RunnerError> {
+        let source = open_source(test.model)?;
+        let options = Options { numerics, activations, ..Options::default() };
+        let cpu = CpuBackend { level: Level::detect(), activations: ActivationPrecision::F32, widen: false };
+        let cuda = CudaBackend::open(test.ordinal, &source, &options)?;
+        Ok(Self { cpu, cuda, h: source.hyper_parameters().clone() })
+    }
+
+    fn compare(&self, report: &mut Report<'_>, operation: &Operation, work: Work, tolerance: Tolerance) {
+        let mut found = Err(RunnerError::EmptyPrompt);
+        let mut expected = Err(RunnerError::EmptyPrompt);
+        let name = format!("{operation:?} {work:?}");
+        report.run(format!("{name}: runs"), || {
+            expected = operation.run(&Lab { backend: &self.cpu, h: &self.h }, work);
+            found = operation.run(&Lab { backend: &self.cuda, h: &self.h }, work);
+            if let Err(error) = &found {
+                return Ok(Verdict { passed: false, detail: super::chain(error) });
+            }
+            Ok(Verdict { passed: expected.is_ok(), detail: String::new() })
+        });
+        if let (Ok(expected), Ok(found)) = (expected, found) {
+            for ((what, width, expected), (_, _, found)) in expected.iter().zip(&found) {
+                report.run(format!("{name}: {what}"), || {
+                    Ok(
+                        if ["experts", "rows taken"].contains(what)
+                            && matches!(operation, Operation::Route { .. })
+                            || *what == "rows taken"
+                        {
+                            same_bits(expected, found, *width)
+                        } else {
+                            compare(expected, found, *width, tolerance)
+                        },
+                    )
+                });
+            }
+        }
+    }
+}
+
+/// Operations on rows of activations.
+pub(super) fn rows(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), RunnerError> {
+    let machines = Machines::open(test, Numerics::Exact, ActivationPrecision::F32)?;
+    let mut operations = Vec::new();
+    for (tokens, width) in [(1, 256), (3, 96), (2, 512), (5, 1024), (1, 4096), (3, 4096), (2, 7168)] {
+        operations.push(Operation::Norm { tokens, width });
+        operations.push(Operation::Sums { tokens, width });
+        operations.push(Operation::Streams { tokens, width });
+    }
+    for (tokens, heads, width) in [(1, 64, 512), (7, 4, 128), (6, 3, 64), (2, 5, 256)] {
+        operations.push(Operation::Queries { tokens, heads, width });
+    }
+    for numerics in [Numerics::Exact, Numerics::Official] {
+        for (tokens, width) in [(1, 512), (9, 512), (7, 128), (3, 256)] {
+            operations.push(Operation::KeyValues { tokens, width, numerics });
+        }
+        for (tokens, heads) in [(1, 64), (7, 8), (6, 3)] {
+            operations.push(Operation::IndexQueries { tokens, heads, width: 128, numerics });
+        }
+    }
+    for (tokens, experts, used) in [(1, 256, 6), (19, 256, 6), (33, 16, 4), (3, 384, 6), (2, 8, 2)] {
+        for (by_table, level) in [(false, false), (false, true), (true, false)] {
+            operations.push(Operation::Route { tokens, experts, used, by_table, level });
+        }
+    }
+    for operation in &operations {
+        // A rounding that falls the other way is a step of FP4.
+        let steps = matches!(operation, Operation::IndexQueries { numerics: Numerics::Official, .. });
+        let tolerance = if steps { Tolerance { rms: 2e-3, largest: 1.0 } } else { CLOSE };
+        machines.compare(report, operation, Work::Batch, tolerance);
+    }
+    Ok(())
+}
+
+/// Caches, compressors, the indexer and attention.
+pub(super) fn attention(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), RunnerError> {
+    for (numerics, activations, attended) in [
+        (Numerics::Exact, ActivationPrecision::F32, CLOSE),
+        (Numerics::Official, ActivationPrecision::F32, HALVES),
+        (Numerics::Official, ActivationPrecision::Mixed, ROUNDED_QUERIES),
+    ] {
+        let machines = Machines::open(test, numerics, activations)?;
+        for (ratio, heads, width) in
+            [(0, 64, 512), (4, 64, 512), (128, 64, 512), (0, 4, 128), (4, 4, 128), (128, 4, 128), (4, 3, 64)]
+        {
+            for (pieces, attending, top_k, level_scores) in [
+                (vec![3], 3, 16, false),
+                (vec![130, 7], 7, 16, false),
+                (vec![100, 33, 400, 20], 20, 32, false),
+                (vec![512, 512, 512, 512, 300, 20], 20, 512, false),
+                (vec![300, 9], 9, 16, true),
+            ] {
+                let sequence = SequenceOf {
+                    ratio,
+                    heads,
+                    width,
+                    top_k,
+                    numerics,
+                    pieces,
+                    attending,
+                    work: Work::Batch,
+                    level_scores,
+                };
+                check_sequence(&machines, report, &sequence, activations, attended);
+            }
+        }
+    }
+    Ok(())
+}
+
+fn check_sequence(
+    machines: &Machines,
+    report: &mut Report<'_>,
+    sequence: &SequenceOf,
+    activations: ActivationPrecision,
+    tolerance: Tolerance,
+) {
+    let SequenceOf { ratio, heads, width, top_k, numerics, .. } = *sequence;
+    let n = sequence.n_tokens();
+    let name = format!(
+        "attention of {n} tokens, ratio {ratio}, {heads} x {width}, top {top_k}, {} numerics, {} activations{}",
+        numerics.name(),
+        activations.name(),
+        if sequence.level_scores { ", level scores" } else { "" }
+    );
+    let (cpu, cuda) =
+        (Lab { backend: &machines.cpu, h: &machines.h }, Lab { backend: &machines.cuda, h: &machines.h });
+    let mut found = Vec::new();
+    report.run(format!("{name}: against the CPU"), || {
+        let expected = sequence.run(&cpu)?;
+        found = sequence.run(&cuda)?;
+        let mut verdict = Verdict { passed: true, detail: String::new() };
+        for ((what, width, expected), (_, _, found)) in expected.iter().zip(&found) {
+            if expected.is_empty() && found.is_empty() {
+                continue;
+            }
+            let part = if *what == "chosen" {
+                let differing = expected.iter().zip(found).filter(|(a, b)| a != b).count();
+                let share = differing as f64 / expected.len().max(1) as f64;
+                // Official rounding of queries may fall the other way, and a choice with it.
+                let allowed = if numerics == Numerics::Exact { 0.0 } else { 0.1 };
+                let detail = format!("{differing} of {} choices differ", expected.len());
+                Verdict { passed: share <= allowed && expected.len() == found.len(), detail }
+            } else {
+                let scores = *what == "scores" && numerics == Numerics::Official;
+                let tolerance = if scores { Tolerance { rms: 2e-2, largest: 1.0 } } else { tolerance };
+                compare(expected, found, *width, tolerance)
+            };
+            verdict.passed &= part.passed;
+            verdict.detail += &format!("{what}: {}; ", part.detail);
+        }
+        Ok(verdict)
+    });
+    if found.is_empty() {
+        return;
+    }
+    // Other pieces, and the attending tokens one by one: the same bits.
+    let before = n - sequence.attending;
+    let ones = || vec![1; sequence.attending];
+    let cut = |step: usize| {
+        let mut pieces: Vec<usize> = std::iter::repeat_n(step, before / step).collect();
+        pieces.extend((!before.is_multiple_of(step)).then_some(before % step));
+        pieces
+    };
+    let variants = [
+        ("in pieces of 37", [cut(37), vec![sequence.attending]].concat(), Work::Batch),
+        ("in pieces of 5, then one by one", [cut(5), ones()].concat(), Work::Batch),
+        ("as single tokens", [cut(64), ones()].concat(), Work::Token),
+    ];
+    for (how, pieces, work) in variants {
+        // Single tokens are not rounded as batches are.
+        if work == Work::Token && activations == ActivationPrecision::Mixed {
+            continue;
+        }
+        report.run(format!("{name}: {how} the same bits"), || {
+            let again = SequenceOf { pieces, work, ..sequence.clone() }.run(&cuda)?;
+            let mut verdict = Verdict { passed: true, detail: String::new() };
+            for ((what, width, expected), (_, _, found)) in found.iter().zip(&again) {
+                // Scores come with as many rows as each piece sees, chosen rows twice a piece.
+                if *what != "attended" {
+                    continue;
+                }
+                let part = same_bits(expected, found, *width);
+                verdict.passed &= part.passed;
+                verdict.detail += &format!("{what}: {}; ", part.detail);
+            }
+            Ok(verdict)
+        });
+    }
+}
+
+/// Products in every block type, at widths of the real model and odd ones.
+pub(super) fn matrices(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), RunnerError> {
+    for activations in [ActivationPrecision::F32, ActivationPrecision::Mixed] {
+        let machines = Machines::open(test, Numerics::Exact, activations)?;
+        let works = if activations == ActivationPrecision::F32 {
+            vec![(Work::Batch, CLOSE)]
+        } else {
+            vec![(Work::Batch, ROUNDED_INPUTS), (Work::Token, ROUNDED_INPUTS)]
+        };
+        for (work, tolerance) in works {
+            let tokens_of = |many: usize| if work == Work::Token { vec![1] } else { vec![1, 3, many] };
+            for block_type in BlockType::all() {
+                if OneMatrix::random(&machines.h, block_type, 1, 1024, 1).is_none() {
+                    continue;
+                }
+                for (rows, columns, groups) in
+                    [(40, 1024, 1), (7, 512, 1), (128, 256, 2), (512, 4096, 1), (64, 4096, 8)]
+                {
+                    for tokens in tokens_of(37) {
+                        let operation = Operation::Products { block_type, tokens, rows, columns, groups };
+                        machines.compare(report, &operation, work, tolerance);
+                    }
+                }
+                let shared = Operation::Shared { block_type, tokens: 2, width: 512, inner: 256 };
+                machines.compare(report, &shared, work, tolerance);
+            }
+            let sets = [
+                [BlockType::F32; 3],
+                [BlockType::Iq2Xxs, BlockType::Iq2Xxs, BlockType::Q2K],
+                [BlockType::Q4K; 3],
+                [BlockType::Q8_0; 3],
+                [BlockType::Mxfp4; 3],
+            ];
+            for types in sets {
+                for (experts, used, width, inner) in [(16, 4, 256, 256), (8, 6, 4096, 2048)] {
+                    for tokens in tokens_of(70) {
+                        let operation = Operation::Experts { types, tokens, experts, used, width, inner };
+                        machines.compare(report, &operation, work, tolerance);
+                    }
+                }
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,120 @@
+//! What can go wrong on a CUDA device.
+
+/// Why the CUDA device could not be used.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum CudaError {
+    /// The machine has no driver library.
+    #[error("no NVIDIA driver library (libcuda.so.1) found; install the driver, or use `--backend cpu`")]
+    NoDriver,
+    /// The driver is too old for the kernels.
+    #[error(
+        "the NVIDIA driver supports CUDA {}.{}, but CUDA {}.{} (driver 580 or newer) is needed; \
+         update the driver, or use `--backend cpu`",
+        .found / 1000, .found % 1000 / 10, .needed / 1000, .needed % 1000 / 10
+    )]
+    OldDriver {
+        /// `cuDriverGetVersion`, 1000 times the major plus 10 times the minor version.
+        found: i32,
+        /// The least that works.
+        needed: i32,
+    },
+    /// There is no such device.
+    #[error(
+        "CUDA device {wanted} does not exist; the driver sees {found} (see CUDA_VISIBLE_DEVICES), \
+         or use `--backend cpu`"
+    )]
+    NoDevice {
+        /// Number asked for.
+        wanted: usize,
+        /// Devices there are.
+        found: usize,
+    },
+    /// The device is too old.
+    #[error(
+        "{name} has compute capability {}.{}, but at least 9.0 is needed; use `--backend cpu`",
+        .capability.0, .capability.1
+    )]
+    OldDevice {
+        /// Name of the device.
+        name: String,
+        /// Major and minor.
+        capability: (u32, u32),
+    },
+    /// Memory ran out.
+    #[error(
+        "{name} is out of memory: {what} needs {wanted} bytes, {free} of {total} bytes are free; \
+         close other programs that use the device, or ask for a shorter context"
+    )]
+    OutOfMemory {
+        /// Name of the device.
+        name: String,
+        /// What the memory was for.
+        what: String,
+        /// Bytes asked for.
+        wanted: usize,
+        /// Free bytes of the device.
+        free: usize,
+        /// All bytes of the device.
+        total: usize,
+    },
+    /// The model does not fit.
+    #[error(
+        "{name}: need {need} GiB = {parts}; free {free} of {total} GiB. \
+         Close other programs that use the device, ask for a shorter context, or use `--backend cpu`"
+    )]
+    TooLarge {
+        /// Name of the device.
+        name: String,
+        /// GiB needed.
+        need: String,
+        /// What for.
+        parts: String,
+        /// Free GiB.
+        free: String,
+        /// All GiB of the device.
+        total: String,
+    },
+    /// The driver refused a call.
+    #[error("{what} failed: {problem}")]
+    Driver {
+        /// Which step, with the kernel's name if it was one.
+        what: String,
+        /// The driver's name of the error and what it means.
+        problem: String,
+    },
+    /// Kernels could not be compiled.
+    #[error("the kernels of `{unit}` cannot be compiled for {target} by NVRTC {version}:\n{log}")]
+    Compile {
+        /// Name of the source.
+        unit: String,
+        /// `sm_90` and the like.
+        target: String,
+        /// Version of the compiler.
+        version: String,
+        /// What the compiler says.
+        log: String,
+    },
+    /// No kernels for this device.
+    #[error(
+        "no kernels for compute capability {}.{}: {problem}; install the CUDA 13 run-time compiler \
+         (libnvrtc.so.13, for instance `pip install nvidia-cuda-nvrtc`), or use `--backend cpu`",
+        .capability.0, .capability.1
+    )]
+    NoKernels {
+        /// Major and minor.
+        capability: (u32, u32),
+        /// What was tried.
+        problem: String,
+    },
+    /// Sizes that do not belong together.
+    #[error("{what}: found {found}, expected {expected}")]
+    Shape {
+        /// Which operation and operand.
+        what: String,
+        /// As given.
+        found: String,
+        /// As needed.
+        expected: String,
+    },
+}

@@ -1,0 +1,241 @@
+// Hyper-connections, (3.6): M streams of width D, at most 5; M * M lanes of a warp hold the mixing matrix.
+
+static __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
+
+// Columns of a slice of the mixer, which a block multiplies alone.
+#define SLICE 256
+// Most rows of the mixer that a warp has: (2 + M) M of at most 35 over 8 warps.
+#define MIXER_ROWS 5
+
+static __device__ __forceinline__ void load_8(const float* from, float* v) {
+    float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
+    v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
+}
+
+static __device__ __forceinline__ void load_8(const u16* from, float* v) {
+    uint4 raw = *(const uint4*)from;
+    u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        v[2 * i] = half_to_float((u16)words[i]);
+        v[2 * i + 1] = half_to_float((u16)(words[i] >> 16));
+    }
+}
+
+// Products of the mixer [n, width] with a slice of the streams, and the slice's sum of squares behind them:
+// partials [T, n + 1, slices]. Grid: slices by groups of tokens; 8 warps; width a multiple of 8.
+template <typename W, int TOKENS_AT_ONCE>
+static __device__ __forceinline__ void hc_mix(
+    const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, at = blockIdx.x * SLICE + lane * 8;
+    bool inside = at < width;
+    float weights[MIXER_ROWS][8];
+#pragma unroll
+    for (int r = 0; r < MIXER_ROWS; r++) {
+        int row = warp + 8 * r;
+#pragma unroll
+        for (int i = 0; i < 8; i++) weights[r][i] = 0.0f;
+        if (row < n && inside) load_8(mixer + (u64)row * width + at, weights[r]);
+    }
+    int first = blockIdx.y * group, end = min(first + group, n_tokens);
+    for (int token = first; token < end; token += TOKENS_AT_ONCE) {
+        float x[TOKENS_AT_ONCE][8], sums[TOKENS_AT_ONCE];
+#pragma unroll
+        for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[t][i] = 0.0f;
+            if (inside) load_8(streams + (u64)min(token + t, end - 1) * width + at, x[t]);
+        }
+        float* out = partials + (u64)token * (n + 1) * gridDim.x + blockIdx.x;
+        // Behind the last row of the mixer comes the sum of squares.
+#pragma unroll
+        for (int r = 0; r <= MIXER_ROWS; r++) {
+            int row = r < MIXER_ROWS ? warp + 8 * r : n;
+            if (r < MIXER_ROWS ? row >= n : warp != 7) continue;
+#pragma unroll
+            for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+                sums[t] = 0.0f;
+#pragma unroll
+                for (int i = 0; i < 8; i++) sums[t] = fmaf(r < MIXER_ROWS ? weights[min(r, MIXER_ROWS - 1)][i] : x[t][i], x[t][i], sums[t]);
+            }
+#pragma unroll
+            for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+                sums[t] = warp_sum(sums[t]);
+                if (lane == 0 && token + t < end) out[(u64)(t * (n + 1) + row) * gridDim.x] = sums[t];
+            }
+        }
+    }
+}
+
+#define HC_MIX(NAME, W, TOKENS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(256, 1) hc_mix_##NAME(                                                    \
+        const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {             \
+        await_previous();                                                                                               \
+        hc_mix<W, TOKENS>(streams, mixer, partials, n_tokens, width, n, group);                                         \
+    }
+
+// One token, or four of several at a time.
+HC_MIX(F32_1, float, 1)
+HC_MIX(F32_4, float, 4)
+HC_MIX(F16_1, u16, 1)
+HC_MIX(F16_4, u16, 4)
+
+// Groups of four columns of a thread that are loaded before they can be used.
+#define EARLY 2
+// Threads that merge; one more warp works on the mixing matrix meanwhile.
+#define MERGING 512
+
+static __device__ __forceinline__ void wait_for_merging() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
+
+static __device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// `start` plus the values of lanes first, first + step, .., n of them (at most 5), in this order.
+static __device__ __forceinline__ float sum_of_lanes(float value, int first, int step, int n, float start) {
+    float values[5];
+#pragma unroll
+    for (int i = 0; i < 5; i++) values[i] = __shfl_sync(ALL_LANES, value, first + min(i, n - 1) * step);
+#pragma unroll
+    for (int i = 0; i < 5; i++) start += i < n ? values[i] : 0.0f;
+    return start;
+}
+
+// Merges the streams, x = sum of pre_j X[j], and norms the result. One block of 544 threads a token.
+// partials: of hc_mix, [n + 1, slices], n = (2 + M) M, or M for the head's (then no post and comb).
+// x, normed [T, D]; post [T, M]; comb [T, M * M], [old, new].
+extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
+    const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
+    float* x, float* normed, float* post, float* comb, int d, int m, int n_slices, int iterations, float epsilon,
+    float rms_epsilon) {
+    await_previous();
+    __shared__ float scratch[32];
+    __shared__ float mixes[40];
+    u64 token = blockIdx.x;
+    const float* streams = all_streams + token * m * d;
+    int n = post ? (2 + m) * m : m, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_warps = blockDim.x >> 5;
+    bool merging = threadIdx.x < MERGING;
+    // All that can be loaded by now is on its way before anything is waited for.
+    float4 early[EARLY][5], weights[EARLY];
+#pragma unroll
+    for (int c = 0; c < EARLY; c++) {
+        int i = 4 * (threadIdx.x + c * MERGING);
+        if (!merging || i >= d) continue;
+#pragma unroll
+        for (int j = 0; j < 5; j++)
+            if (j < m) early[c][j] = *(const float4*)(streams + j * d + i);
+        weights[c] = *(const float4*)(norm + i);
+    }
+    const float* parts = partials + token * n_slices * (n + 1);
+    float mix[3][4];
+#pragma unroll
+    for (int r = 0; r < 3; r++)
+#pragma unroll
+        for (int k = 0; k < 4; k++) {
+            int row = warp + r * n_warps, slice = lane + 32 * k;
+            mix[r][k] = row <= n && slice < n_slices ? parts[row * n_slices + slice] : 0.0f;
+        }
+#pragma unroll
+    for (int r = 0; r < 3; r++) {
+        int row = warp + r * n_warps;
+        if (row > n) break;
+        float sum = (mix[r][0] + mix[r][1]) + (mix[r][2] + mix[r][3]);
+        for (int slice = lane + 128; slice < n_slices; slice += 32) sum += parts[row * n_slices + slice];
+        sum = warp_sum(sum);
+        if (lane == 0) mixes[row] = sum;
+    }
+    __syncthreads();
+    float mean_factor = inverse_rms(mixes[n], m * d, rms_epsilon);
+    if (!merging) {
+        if (!post) return;
+        int n_comb = m * m;
+        if (lane < m)
+            post[token * m + lane] = 2.0f * sigmoid(mixes[m + lane] * mean_factor * scale[1] + base[m + lane]);
+        int at = min(lane, n_comb - 1), row = at / m, column = at % m;
+        float c = mixes[2 * m + at] * mean_factor * scale[2] + base[2 * m + at];
+        // Sinkhorn: a softmax of the rows, then columns and rows in turn, columns last.
+        float largest = NEGATIVE_INFINITY;
+#pragma unroll
+        for (int i = 0; i < 5; i++) largest = fmaxf(largest, __shfl_sync(ALL_LANES, c, row * m + min(i, m - 1)));
+        c = expf(c - largest);
+        c = c / sum_of_lanes(c, row * m, 1, m, 0.0f) + epsilon;
+        for (int pass = 0; pass < iterations; pass++) {
+            if (pass > 0) c *= reciprocal(sum_of_lanes(c, row * m, 1, m, epsilon));
+            c *= reciprocal(sum_of_lanes(c, column, m, m, epsilon));
+        }
+        if (lane < n_comb) comb[token * n_comb + lane] = c;
+        return;
+    }
+    float pre[5];
+#pragma unroll
+    for (int j = 0; j < 5; j++) pre[j] = j < m ? sigmoid(mixes[j] * mean_factor * scale[0] + base[j]) + epsilon : 0.0f;
+    float sum = 0.0f;
+    float4 merged[EARLY];
+#pragma unroll
+    for (int c = 0; c < EARLY; c++) {
+        int i = 4 * (threadIdx.x + c * MERGING);
+        float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i < d) {
+#pragma unroll
+            for (int j = 0; j < 5; j++)
+                if (j < m) {
+                    v.x = fmaf(pre[j], early[c][j].x, v.x);
+                    v.y = fmaf(pre[j], early[c][j].y, v.y);
+                    v.z = fmaf(pre[j], early[c][j].z, v.z);
+                    v.w = fmaf(pre[j], early[c][j].w, v.w);
+                }
+            *(float4*)(x + token * d + i) = v;
+        }
+        merged[c] = v;
+        sum = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, fmaf(v.w, v.w, sum))));
+    }
+    for (int i = 4 * (threadIdx.x + EARLY * MERGING); i < d; i += 4 * MERGING)
+        for (int k = 0; k < 4; k++) {
+            float v = 0.0f;
+#pragma unroll
+            for (int j = 0; j < 5; j++)
+                if (j < m) v = fmaf(pre[j], streams[j * d + i + k], v);
+            x[token * d + i + k] = v;
+            sum = fmaf(v, v, sum);
+        }
+    sum = warp_sum(sum);
+    if (lane == 0) scratch[warp] = sum;
+    wait_for_merging();
+    sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < MERGING / 32; w++) sum += scratch[w];
+    float factor = inverse_rms(sum, d, rms_epsilon);
+#pragma unroll
+    for (int c = 0; c < EARLY; c++) {
+        int i = 4 * (threadIdx.x + c * MERGING);
+        if (i >= d) continue;
+        float4 w = weights[c], v = merged[c];
+        v.x = v.x * factor * w.x, v.y = v.y * factor * w.y, v.z = v.z * factor * w.z, v.w = v.w * factor * w.w;
+        *(float4*)(normed + token * d + i) = v;
+    }
+    for (int i = 4 * (threadIdx.x + EARLY * MERGING); i < d; i += 4 * MERGING)
+        for (int k = 0; k < 4; k++) normed[token * d + i + k] = x[token * d + i + k] * factor * norm[i + k];
+}
+
+// X'[k] = post_k y + sum over j of C[j, k] X[j]. Grid: columns by tokens.
+extern "C" __global__ void hc_post(
+    float* all_streams, const float* output, const float* post, const float* comb, int d, int m) {
+    await_previous();
+    int i = blockIdx.x * blockDim.x + threadIdx.x;
+    u64 token = blockIdx.y;
+    if (i >= d) return;
+    float* streams = all_streams + token * m * d + i;
+    float y = output[token * d + i], old[5];
+#pragma unroll
+    for (int j = 0; j < 5; j++)
+        if (j < m) old[j] = streams[(u64)j * d];
+    for (int k = 0; k < m; k++) {
+        float mixed = post[token * m + k] * y;
+#pragma unroll
+        for (int j = 0; j < 5; j++)
+            if (j < m) mixed = fmaf(comb[token * m * m + j * m + k], old[j], mixed);
+        streams[(u64)k * d] = mixed;
+    }
+}

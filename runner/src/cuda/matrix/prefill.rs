@@ -1,0 +1,302 @@
+//! Launches of the kernels for many tokens.
+
+use gguf_tools::block::BlockType;
+
+use super::super::driver::{Arguments, Launch, View, ViewMut};
+use super::super::error::CudaError;
+use super::super::module::Gpu;
+use super::{ExpertMatrices, GRID_LIMIT, Matrix, Routed, Workspace, workspace_bytes};
+
+/// Inputs and rows that a block takes at once, and its threads.
+const TILE_TOKENS: usize = 64;
+const TILE_ROWS: usize = 256;
+const THREADS: u32 = 256;
+
+/// Blocks that a multiprocessor has at once, at most.
+const BLOCKS_EACH: usize = 2;
+
+/// Experts whose tiles can be counted in shared memory.
+const MOST_EXPERTS: usize = 1024;
+
+/// What the kernels of `matrix_prefill.cu` say about a format.
+#[derive(Debug, Clone, Copy)]
+struct Format {
+    name: &'static str,
+    /// Columns of a step.
+    step_columns: usize,
+    /// Where each piece of eight columns goes among those of its step, a hexadecimal digit each.
+    pieces: u64,
+    /// Shared memory of a block.
+    shared_bytes: usize,
+    /// Whether there are kernels for routed experts.
+    experts: bool,
+}
+
+/// Digits for `n` pieces.
+fn pieces(n: u64, place: fn(u64) -> u64) -> u64 {
+    (0..n).fold(0, |digits, piece| digits | place(piece) << (4 * piece))
+}
+
+impl Format {
+    /// `None` if the kernels do not know this matrix.
+    fn of(matrix: &Matrix) -> Option<Self> {
+        let divided = matrix.planes.is_some();
+        // Columns and number of the steps in shared memory, how far rows lie apart there, and bytes of a table.
+        let (step_columns, stages, pitch, table_bytes, pieces) = match matrix.block_type() {
+            BlockType::Iq2Xxs if divided => (128, 3, 32, 4096, pieces(16, |p| p % 4 * 4 + p / 4)),
+            BlockType::Q2K if divided => (128, 2, 48, 0, pieces(16, |p| p / 4 * 4 + p / 2 % 2 + p % 2 * 2)),
+            BlockType::Q4K if divided => {
+                let place = |p| (p / 4 % 2 * 2 + p % 2) * 4 + p / 8 * 2 + p / 2 % 2;
+                (128, 2, 80, 0, pieces(16, place))
+            }
+            BlockType::Mxfp4 if divided => (128, 2, 64, 0, pieces(16, |p| p % 4 * 4 + p / 4)),
+            BlockType::Q8_0 if divided => (64, 3, 64, 0, pieces(8, |p| p % 2 * 4 + p / 2)),
+            BlockType::F16 => (32, 3, 64, 0, pieces(4, |p| p)),
+            _ => return None,
+        };
+        let columns = matrix.columns();
+        let fits = columns > 0 && columns.is_multiple_of(step_columns);
+        // Places of scales are counted in 32 bits, rows in 31.
+        let small = u32::try_from(matrix.rows().saturating_mul(columns / 32)).is_ok()
+            && i32::try_from(matrix.rows()).is_ok()
+            && matrix.rows().div_ceil(TILE_ROWS) <= GRID_LIMIT;
+        let input_pitch = if step_columns == 32 { 64 } else { step_columns * 2 + 64 };
+        let scale_bytes = if matches!(matrix.block_type(), BlockType::Q4K | BlockType::F16) { 0 } else { 4 };
+        let stage_bytes = TILE_ROWS * (pitch + scale_bytes) + TILE_TOKENS * input_pitch;
+        let shared_bytes = stages * stage_bytes + table_bytes;
+        let experts = !matches!(matrix.block_type(), BlockType::Q8_0 | BlockType::F16);
+        let name = matrix.block_type().name();
+        (fits && small).then_some(Self { name, step_columns, pieces, shared_bytes, experts })
+    }
+
+    /// Rounds inputs to `f16` in the order that this format wants.
+    fn round(&self, gpu: &Gpu, input: View<'_, f32>, halves: &ViewMut<'_, u8>) -> Result<(), CudaError> {
+        let arguments = Arguments::new()
+            .read(input)
+            .long(input.len() as u64)
+            .long(self.pieces)
+            .int(self.step_columns)
+            .write(halves);
+        gpu.launch("matrix_prefill", "to_halves", Launch::over(input.len() / 8), arguments)
+    }
+}
+
+/// Whether the kernels know this matrix.
+pub(super) fn fits(matrix: &Matrix) -> bool {
+    Format::of(matrix).is_some()
+}
+
+/// Bytes of workspace for inputs of so many values in all.
+pub(super) fn input_bytes(values: usize) -> usize {
+    workspace_bytes(&[values * size_of::<u16>()])
+}
+
+/// Products of matrices with a common input, each with the address of its output; `groups` is 1 unless there is one
+/// matrix.
+pub(super) fn products(
+    gpu: &Gpu,
+    workspace: &mut Workspace,
+    input: View<'_, f32>,
+    tokens: usize,
+    groups: usize,
+    matrices: &[(&Matrix, u64)],
+) -> Result<(), CudaError> {
+    let [halves] = workspace.parts([input.len() * size_of::<u16>()])?;
+    let mut rounded_for = None;
+    for (matrix, output) in matrices {
+        let Some(format) = Format::of(matrix) else { return Err(unknown(&[matrix])) };
+        if rounded_for != Some(format.name) {
+            format.round(gpu, input, &halves)?;
+            rounded_for = Some(format.name);
+        }
+        let group_rows = matrix.rows() / groups;
+        let arguments = Arguments::new()
+            .structure(&matrix.expert_weights())
+            .read(halves.as_view())
+            .long((groups * matrix.columns()) as u64)
+            .int(matrix.columns())
+            .int(group_rows)
+            .int(tokens)
+            .long(*output);
+        let shape = Launch::new(tokens.div_ceil(TILE_TOKENS), THREADS)
+            .by(group_rows.div_ceil(TILE_ROWS))
+            .deep(groups)
+            .shared(format.shared_bytes as u32);
+        gpu.launch("matrix_prefill", &format!("dense_{}", format.name), shape, arguments)?;
+    }
+    Ok(())
+}
+
+fn unknown(matrices: &[&Matrix]) -> CudaError {
+    let types: Vec<_> = matrices.iter().map(|matrix| matrix.block_type()).collect();
+    CudaError::Shape {
+        what: "matrices for many tokens".to_owned(),
+        found: format!("{types:?}"),
+        expected: "types with kernels of their own".to_owned(),
+    }
+}
+
+/// What lies in the workspace while routed experts are computed.
+pub(in super::super) struct Parts<'a> {
+    /// Inputs as `f16`, `[tokens, D]`.
+    input: ViewMut<'a, u8>,
+    /// At which place the items of each expert begin, and where those of the last end.
+    starts: ViewMut<'a, u8>,
+    /// Item at each place.
+    order: ViewMut<'a, u8>,
+    /// Weighted mids as `f16`, `[places, F]`.
+    mids: ViewMut<'a, u8>,
+    /// Down products, `[items, D]`.
+    products: ViewMut<'a, u8>,
+}
+
+impl ExpertMatrices {
+    /// Whether the kernels for many tokens know these types and shapes.
+    pub(in super::super) fn fits_prefill(&self) -> bool {
+        let formats = [&self.gate, &self.up, &self.down].map(Format::of);
+        let known = formats.iter().all(|format| format.is_some_and(|format| format.experts));
+        known && self.gate.block_type() == self.up.block_type() && self.n_experts <= MOST_EXPERTS
+    }
+
+    pub(super) fn prefill_lengths(&self, tokens: usize, n_used: usize) -> [usize; 5] {
+        let items = tokens * n_used;
+        [
+            tokens * self.outputs() * size_of::<u16>(),
+            (self.n_experts + 1) * size_of::<u32>(),
+            items * size_of::<u32>(),
+            items * self.width() * size_of::<u16>(),
+            items * self.outputs() * size_of::<f32>(),
+        ]
+    }
+
+    pub(in super::super) fn prefill_parts<'a>(
+        &self,
+        workspace: &'a mut Workspace,
+        work: &Routed<'_>,
+    ) -> Result<Parts<'a>, CudaError> {
+        let [input, starts, order, mids, products] =
+            workspace.parts(self.prefill_lengths(work.tokens, work.n_used))?;
+        Ok(Parts { input, starts, order, mids, products })
+    }
+
+    pub(super) fn prefill_routed(
+        &self,
+        gpu: &Gpu,
+        workspace: &mut Workspace,
+        work: &Routed<'_>,
+        output: &mut ViewMut<'_, f32>,
+        mids: Option<&mut ViewMut<'_, f32>>,
+    ) -> Result<(), CudaError> {
+        let parts = self.prefill_parts(workspace, work)?;
+        self.prefill_prepare(gpu, work, &parts)?;
+        self.prefill_gate_up(gpu, work, &parts, mids)?;
+        self.prefill_down(gpu, work, &parts)?;
+        self.sum_slots(gpu, work, &parts.products, output)
+    }
+
+    fn formats(&self) -> Result<[Format; 2], CudaError> {
+        let unknown = || unknown(&[&self.gate, &self.up, &self.down]);
+        let format = |matrix| Format::of(matrix).ok_or_else(unknown);
+        Ok([format(&self.gate)?, format(&self.down)?])
+    }
+
+    /// Rounds the inputs and sorts the items by expert.
+    pub(in super::super) fn prefill_prepare(
+        &self,
+        gpu: &Gpu,
+        work: &Routed<'_>,
+        parts: &Parts<'_>,
+    ) -> Result<(), CudaError> {
+        let [gate, _] = self.formats()?;
+        gate.round(gpu, work.input, &parts.input)?;
+        let arguments = Arguments::new()
+            .read(work.experts)
+            .int(work.experts.len())
+            .int(self.n_experts)
+            .write(&parts.starts)
+            .write(&parts.order);
+        gpu.launch("matrix_prefill", "sort_by_expert", Launch::new(self.n_experts, THREADS), arguments)
+    }
+
+    /// As many blocks as can run, but none without work whatever the choices.
+    fn prefill_launch(&self, gpu: &Gpu, work: &Routed<'_>, row_tiles: usize, format: &Format) -> Launch {
+        let items = work.experts.len();
+        let most_tiles = (items / TILE_TOKENS + self.n_experts.min(items)) * row_tiles;
+        let blocks = most_tiles.min(BLOCKS_EACH * gpu.device.facts().n_multiprocessors as usize);
+        let shared = format.shared_bytes + self.n_experts * size_of::<u32>();
+        Launch::new(blocks, THREADS).shared(shared as u32)
+    }
+
+    fn sorted(&self, parts: &Parts<'_>) -> [u64; 3] {
+        [parts.starts.address(), parts.order.address(), self.n_experts as u64]
+    }
+
+    /// Gate and up products, activated and weighted.
+    pub(in super::super) fn prefill_gate_up(
+        &self,
+        gpu: &Gpu,
+        work: &Routed<'_>,
+        parts: &Parts<'_>,
+        mids: Option<&mut ViewMut<'_, f32>>,
+    ) -> Result<(), CudaError> {
+        let [gate, down] = self.formats()?;
+        let arguments = Arguments::new()
+            .structure(&self.gate.expert_weights())
+            .structure(&self.up.expert_weights())
+            .structure(&self.sorted(parts))
+            .read(parts.input.as_view())
+            .int(work.n_used)
+            .read(work.weights)
+            .int(self.outputs())
+            .int(self.width())
+            .float(work.limit)
+            .long(down.pieces)
+            .int(down.step_columns)
+            .write(&parts.mids);
+        let arguments = match mids {
+            Some(mids) => arguments.write(mids),
+            None => arguments.null(),
+        };
+        let shape = self.prefill_launch(gpu, work, self.width().div_ceil(TILE_ROWS / 2), &gate);
+        gpu.launch("matrix_prefill", &format!("gate_up_{}", gate.name), shape, arguments)
+    }
+
+    /// Down products of the weighted mids.
+    pub(in super::super) fn prefill_down(
+        &self,
+        gpu: &Gpu,
+        work: &Routed<'_>,
+        parts: &Parts<'_>,
+    ) -> Result<(), CudaError> {
+        let [_, down] = self.formats()?;
+        let arguments = Arguments::new()
+            .structure(&self.down.expert_weights())
+            .structure(&self.sorted(parts))
+            .read(parts.mids.as_view())
+            .int(self.width())
+            .int(self.outputs())
+            .write(&parts.products);
+        let shape = self.prefill_launch(gpu, work, self.outputs().div_ceil(TILE_ROWS), &down);
+        gpu.launch("matrix_prefill", &format!("down_{}", down.name), shape, arguments)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_piece_has_a_place_of_its_own() {
+        let orders = [
+            pieces(16, |p| p % 4 * 4 + p / 4),
+            pieces(16, |p| p / 4 * 4 + p / 2 % 2 + p % 2 * 2),
+            pieces(16, |p| (p / 4 % 2 * 2 + p % 2) * 4 + p / 8 * 2 + p / 2 % 2),
+        ];
+        for digits in orders {
+            let mut places: Vec<u64> = (0..16).map(|piece| digits >> (4 * piece) & 15).collect();
+            places.sort_unstable();
+            assert!(places.into_iter().eq(0..16), "{digits:016x}");
+        }
+        assert_eq!(pieces(8, |p| p % 2 * 4 + p / 2), 0x7362_5140);
+    }
+}

@@ -1,0 +1,28 @@
+//! The model's operations on an NVIDIA GPU.
+//!
+//! [`driver`] is the driver, thinly; [`module`] finds or compiles the kernels; [`matrix`] holds weights and multiplies;
+//! [`CudaBackend`] is everything else. Kernels are CUDA C without any include, in `kernels/`. A result never depends on
+//! the grid, on the number of multiprocessors or on the other rows of a batch: no float atomics, each sum in a fixed order.
+//!
+//! Nothing that depends on token ids, positions or choices is known to the host: the pass over one token is recorded as a
+//! graph and repeated for every next one.
+
+mod attention;
+mod backend;
+mod cache;
+pub mod check;
+pub mod driver;
+mod error;
+pub mod matrix;
+pub mod module;
+mod plan;
+mod pool;
+pub mod self_test;
+
+pub use backend::{CudaBackend, CudaTensor};
+pub use cache::CudaCache;
+pub use driver::{Device, DeviceBuffer, View, ViewMut};
+pub use error::CudaError;
+pub use matrix::{ExpertMatrices, Matrix, Pass, Workspace};
+pub use module::{Gpu, Kernels};
+pub use plan::Plan;

@@ -1,0 +1,499 @@
+//! Where kernels come from: the sources, which are part of the program, and what was compiled from them.
+//!
+//! For a device, in this order: what an earlier run compiled and kept in the user's cache folder; the run-time compiler
+//! NVRTC if it is on the machine; PTX that is part of the program and that the driver finishes for the device.
+#![expect(unsafe_code, reason = "calls of the run-time compiler")]
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::CString;
+use std::fmt::Write as _;
+use std::io::Read as _;
+use std::path::PathBuf;
+use std::sync::{Arc, PoisonError, RwLock};
+
+use cudarc::nvrtc::{result, sys};
+use flate2::read::GzDecoder;
+use gguf_tools::block::{BlockType, codebook};
+use serde::{Deserialize, Serialize};
+use sha2::{Digest, Sha256};
+
+use super::driver::{Arguments, Device, Kernel, Launch, Module};
+use super::error::CudaError;
+
+/// What all sources begin with.
+const COMMON: &str = include_str!("kernels/common.cuh");
+
+/// PTX of all sources, made by `cargo xtask kernels`.
+const PREBUILT: &[u8] = include_bytes!("prebuilt/ptx.json.gz");
+
+/// Virtual architecture of the embedded PTX.
+pub const PTX_TARGET: &str = "compute_90";
+
+/// Chips that kernels are checked for: H200, RTX 50, GB10.
+pub const CHIPS: [&str; 3] = ["sm_90", "sm_120", "sm_121"];
+
+/// What sources on activations begin with behind that.
+const ACTIVATIONS: &str = include_str!("kernels/activations.cuh");
+
+/// Options of every compilation.
+const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "-diag-suppress=177"];
+
+/// One source file: kernels that are compiled together.
+#[derive(Debug, Clone, Copy)]
+pub struct Unit {
+    /// Name of the file without ending.
+    pub name: &'static str,
+    /// Its text, without what all begin with.
+    text: &'static str,
+    /// Whether speed matters so much that a spilled register is an error: not for what runs once when a model is loaded,
+    /// and not for the products in file order, which serve exact numerics and types without kernels of their own.
+    pub hot: bool,
+    /// Whether its kernels work on activations, not on weights: products and sums are contracted only where the source
+    /// says so, and it begins with the helpers for activations.
+    activations: bool,
+}
+
+macro_rules! units {
+    (weights: $($weights:literal $hot:literal),* ; activations: $($name:literal),* $(;)?) => {
+        /// All sources.
+        pub const UNITS: &[Unit] = &[
+            $(Unit {
+                name: $weights,
+                text: include_str!(concat!("kernels/", $weights, ".cu")),
+                hot: $hot,
+                activations: false,
+            },)*
+            $(Unit {
+                name: $name,
+                text: include_str!(concat!("kernels/", $name, ".cu")),
+                hot: true,
+                activations: true,
+            },)*
+        ];
+    };
+}
+
+units! {
+    weights: "matrix_generic" false, "matrix_repack" false, "matrix_generate" false, "matrix_decode" true,
+        "matrix_experts" true, "matrix_prefill" true;
+    activations: "rows", "hyper", "router", "attention", "attention_tiles", "compressor",
+        "indexer";
+}
+
+impl Unit {
+    /// The whole text that is compiled.
+    pub fn source(&self) -> String {
+        let mut source = String::new();
+        for (name, block_type) in
+            [("IQ2_XXS", BlockType::Iq2Xxs), ("IQ2_XS", BlockType::Iq2Xs), ("IQ3_XXS", BlockType::Iq3Xxs)]
+        {
+            let entries: Vec<String> =
+                codebook(block_type).unwrap_or_default().iter().map(ToString::to_string).collect();
+            let _ = writeln!(source, "#define {name}_CODEBOOK {}", entries.join(","));
+        }
+        source.push_str(COMMON);
+        if self.activations {
+            source.push_str(ACTIVATIONS);
+        }
+        source.push_str(self.text);
+        source
+    }
+
+    /// Whether all its kernels wait for those before them by themselves.
+    fn begins_early(&self) -> bool {
+        self.activations || ["matrix_decode", "matrix_experts"].contains(&self.name)
+    }
+
+    /// Whether products and sums may be contracted, as an option of the compiler.
+    fn contraction(&self) -> &'static str {
+        if self.activations { "--fmad=false" } else { "--fmad=true" }
+    }
+
+    /// Hash of text and options, in hexadecimal digits.
+    pub fn hash(&self) -> String {
+        let mut hash = Sha256::new();
+        for option in OPTIONS.into_iter().chain([self.contraction()]) {
+            hash.update(option);
+        }
+        hash.update(self.source());
+        hash.finalize().iter().take(12).fold(String::new(), |mut text, byte| {
+            let _ = write!(text, "{byte:02x}");
+            text
+        })
+    }
+}
+
+/// PTX of all units, as embedded.
+#[derive(Debug, Default, Serialize, Deserialize)]
+pub struct Prebuilt {
+    /// Version of the compiler that made it.
+    pub nvrtc: String,
+    /// By unit.
+    pub units: BTreeMap<String, PrebuiltUnit>,
+}
+
+/// PTX of one unit.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct PrebuiltUnit {
+    /// [`Unit::hash`] of the source it was made from.
+    pub hash: String,
+    /// The text.
+    pub ptx: String,
+}
+
+/// What is embedded in this program.
+///
+/// # Errors
+/// Says what is wrong with it: it is checked when the program is built, so this is never seen.
+pub fn prebuilt() -> Result<Prebuilt, String> {
+    let mut text = String::new();
+    GzDecoder::new(PREBUILT).read_to_string(&mut text).map_err(|e| e.to_string())?;
+    serde_json::from_str(&text).map_err(|e| e.to_string())
+}
+
+/// Units that the embedded PTX lacks or has from other sources than those of this program.
+///
+/// # Errors
+/// As [`prebuilt`].
+pub fn stale() -> Result<Vec<&'static str>, String> {
+    prebuilt().map(|prebuilt| prebuilt.stale())
+}
+
+impl Prebuilt {
+    /// Text of a unit, if it was made from the unit's source.
+    fn of(&self, unit: &Unit) -> Option<&PrebuiltUnit> {
+        self.units.get(unit.name).filter(|found| found.hash == unit.hash())
+    }
+
+    fn stale(&self) -> Vec<&'static str> {
+        UNITS.iter().filter(|unit| self.of(unit).is_none()).map(|unit| unit.name).collect()
+    }
+}
+
+/// Version of the run-time compiler on this machine, if there is one.
+pub fn compiler_version() -> Option<(i32, i32)> {
+    // SAFETY: loads a library by its usual names.
+    if !unsafe { sys::is_culib_present() } {
+        return None;
+    }
+    let (mut major, mut minor) = (0, 0);
+    // SAFETY: writes two integers.
+    unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }.result().ok()?;
+    Some((major, minor))
+}
+
+/// Compiles a unit with NVRTC: a cubin for `sm_NN`, PTX (ending in NUL) for `compute_NN`.
+///
+/// # Errors
+/// If there is no compiler, or it refuses; the error holds its log.
+pub fn compile(unit: &Unit, target: &str) -> Result<Vec<u8>, CudaError> {
+    compile_with(unit, target, &[]).map(|compiled| compiled.image)
+}
+
+/// What the compiler gives.
+#[derive(Debug, Clone)]
+pub struct Compiled {
+    /// A cubin or PTX.
+    pub image: Vec<u8>,
+    /// What it says.
+    pub log: String,
+}
+
+/// As [`compile`], with options for reports in the log. They must not change what is made.
+///
+/// # Errors
+/// As [`compile`].
+pub fn compile_with(unit: &Unit, target: &str, more: &[&str]) -> Result<Compiled, CudaError> {
+    let version = compiler_version();
+    let failed = |log: String| CudaError::Compile {
+        unit: unit.name.to_owned(),
+        target: target.to_owned(),
+        version: version.map_or_else(|| "(absent)".to_owned(), |(major, minor)| format!("{major}.{minor}")),
+        log,
+    };
+    if version.is_none() {
+        return Err(failed("libnvrtc was not found".to_owned()));
+    }
+    let source = CString::new(unit.source()).map_err(|e| failed(e.to_string()))?;
+    let name = CString::new(format!("{}.cu", unit.name)).map_err(|e| failed(e.to_string()))?;
+    let program = result::create_program(&source, Some(&name)).map_err(|e| failed(e.to_string()))?;
+    let mut options = vec![format!("--gpu-architecture={target}")];
+    let all = OPTIONS.into_iter().chain([unit.contraction()]).chain(more.iter().copied());
+    options.extend(all.map(str::to_owned));
+    // SAFETY: the program was just made; source and name live until it is destroyed.
+    let compiled = unsafe {
+        let compiled = result::compile_program(program, &options);
+        let log = result::get_program_log(program);
+        let output = compiled.and_then(|()| output(program, target.starts_with("compute_")));
+        let _ = result::destroy_program(program);
+        let log = log.map(|log| log.iter().map(|&c| c as u8).collect::<Vec<_>>()).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
+        match output {
+            Ok(image) => Ok(Compiled { image, log }),
+            Err(error) => Err(format!("{error}\n{log}")),
+        }
+    };
+    compiled.map_err(failed)
+}
+
+/// What a compiled program holds.
+///
+/// # Safety
+/// `program` must have been compiled and not be destroyed.
+unsafe fn output(program: sys::nvrtcProgram, ptx: bool) -> Result<Vec<u8>, result::NvrtcError> {
+    let mut size = 0;
+    // SAFETY: the compiler writes as many bytes as it announced.
+    unsafe {
+        if ptx {
+            sys::nvrtcGetPTXSize(program, &raw mut size).result()?;
+        } else {
+            sys::nvrtcGetCUBINSize(program, &raw mut size).result()?;
+        }
+        let mut bytes = vec![0u8; size];
+        if ptx {
+            sys::nvrtcGetPTX(program, bytes.as_mut_ptr().cast()).result()?;
+        } else {
+            sys::nvrtcGetCUBIN(program, bytes.as_mut_ptr().cast()).result()?;
+        }
+        Ok(bytes)
+    }
+}
+
+/// Which of the sources of compiled kernels to use.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub enum Origin {
+    /// The first that is there.
+    #[default]
+    Any,
+    /// The run-time compiler, without the cache.
+    Compiler,
+    /// The embedded PTX.
+    Ptx,
+}
+
+impl Origin {
+    /// Every choice with the name users type.
+    pub const NAMES: [(&'static str, Self); 3] =
+        [("any", Self::Any), ("nvrtc", Self::Compiler), ("ptx", Self::Ptx)];
+}
+
+/// All kernels, loaded on one device. Clones are cheap.
+#[derive(Clone)]
+pub struct Kernels {
+    inner: Arc<Loaded>,
+}
+
+struct Loaded {
+    modules: HashMap<&'static str, Module>,
+    /// Those that were asked for, by unit and name.
+    kernels: RwLock<HashMap<(&'static str, String), Kernel>>,
+    origin: String,
+}
+
+/// A device with its kernels: what operations are queued on. Clones are cheap and share both.
+#[derive(Clone)]
+pub struct Gpu {
+    /// Device and stream.
+    pub device: Device,
+    /// Kernels.
+    pub kernels: Kernels,
+}
+
+impl Gpu {
+    /// Opens a device and loads its kernels.
+    ///
+    /// # Errors
+    /// As [`Device::open`] and [`Kernels::load`].
+    pub fn open(ordinal: usize) -> Result<Self, CudaError> {
+        let device = Device::open(ordinal)?;
+        let kernels = Kernels::load(&device, Origin::Any)?;
+        Ok(Self { device, kernels })
+    }
+
+    /// Queues a kernel by unit and name.
+    ///
+    /// # Errors
+    /// If there is no such kernel or the driver refuses the launch.
+    pub fn launch(
+        &self,
+        unit: &'static str,
+        name: &str,
+        mut shape: Launch,
+        arguments: Arguments,
+    ) -> Result<(), CudaError> {
+        shape.early = UNITS.iter().any(|known| known.name == unit && known.begins_early());
+        self.device.launch(&self.kernels.kernel(unit, name)?, shape, arguments)
+    }
+}
+
+impl Kernels {
+    /// Loads every unit.
+    ///
+    /// # Errors
+    /// If a unit can neither be compiled nor taken from the program.
+    pub fn load(device: &Device, origin: Origin) -> Result<Self, CudaError> {
+        let version = compiler_version();
+        // Versions before 12.8 know nothing of consumer Blackwell, and none before it was tried.
+        let compiler = version.filter(|&version| version >= (12, 8) && origin != Origin::Ptx);
+        let images = if let Some(version) = compiler {
+            compile_all(device, version, origin)
+        } else {
+            embedded(device)
+        };
+        let (images, from) = match (images, origin) {
+            (Err(refused), Origin::Any) if compiler.is_some() => {
+                (embedded(device).map_err(|none| also(none, &refused))?, None)
+            }
+            (images, _) => (images?, compiler),
+        };
+        let mut modules = HashMap::new();
+        for (unit, image) in UNITS.iter().zip(images) {
+            modules.insert(unit.name, device.load_module(unit.name, &image)?);
+        }
+        let origin = from.map_or_else(
+            || format!("embedded PTX ({PTX_TARGET}), finished by the driver"),
+            |(major, minor)| format!("compiled by NVRTC {major}.{minor}"),
+        );
+        let kernels = RwLock::default();
+        Ok(Self { inner: Arc::new(Loaded { modules, kernels, origin }) })
+    }
+
+    /// Where they came from, for reports, and whether the embedded PTX could not have served.
+    pub fn origin(&self) -> String {
+        let origin = &self.inner.origin;
+        match stale() {
+            Ok(units) if units.is_empty() => origin.clone(),
+            Ok(units) => {
+                format!("{origin} (the embedded PTX of {} is of other sources)", units.join(", "))
+            }
+            Err(problem) => format!("{origin} (the embedded PTX cannot be read: {problem})"),
+        }
+    }
+
+    /// A kernel by unit and name.
+    ///
+    /// # Errors
+    /// If there is none.
+    pub fn kernel(&self, unit: &'static str, name: &str) -> Result<Kernel, CudaError> {
+        let key = (unit, name.to_owned());
+        let known = self.inner.kernels.read().unwrap_or_else(PoisonError::into_inner).get(&key).cloned();
+        if let Some(kernel) = known {
+            return Ok(kernel);
+        }
+        let module = self.inner.modules.get(unit).ok_or_else(|| CudaError::Driver {
+            what: format!("finding kernel `{name}`"),
+            problem: format!("no unit `{unit}`"),
+        })?;
+        let kernel = module.kernel(name)?;
+        self.inner.kernels.write().unwrap_or_else(PoisonError::into_inner).insert(key, kernel.clone());
+        Ok(kernel)
+    }
+}
+
+/// The second reason why there are no kernels.
+fn also(error: CudaError, refused: &CudaError) -> CudaError {
+    match error {
+        CudaError::NoKernels { capability, problem } => {
+            CudaError::NoKernels { capability, problem: format!("{problem}, and {refused}") }
+        }
+        error => error,
+    }
+}
+
+fn target(device: &Device) -> String {
+    let (major, minor) = device.facts().capability;
+    format!("sm_{major}{minor}")
+}
+
+/// Compiles what the cache folder lacks, all units at once.
+fn compile_all(device: &Device, version: (i32, i32), origin: Origin) -> Result<Vec<Vec<u8>>, CudaError> {
+    let target = target(device);
+    let cache = if origin == Origin::Any { cache_folder() } else { None };
+    let one = |unit: &Unit| -> Result<Vec<u8>, CudaError> {
+        let place = cache.as_ref().map(|folder| {
+            let (major, minor) = version;
+            folder.join(format!("{}-{}-{target}-nvrtc{major}.{minor}.cubin", unit.name, unit.hash()))
+        });
+        if let Some(kept) = place.as_ref().and_then(|place| std::fs::read(place).ok())
+            && kept.starts_with(b"\x7fELF")
+        {
+            return Ok(kept);
+        }
+        let image = compile(unit, &target)?;
+        if let Some(place) = place {
+            keep(&place, &image);
+        }
+        Ok(image)
+    };
+    std::thread::scope(|scope| {
+        let running: Vec<_> = UNITS.iter().map(|unit| scope.spawn(move || one(unit))).collect();
+        running
+            .into_iter()
+            .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+            .collect()
+    })
+}
+
+/// The embedded PTX, if it was made from the sources of this program.
+fn embedded(device: &Device) -> Result<Vec<Vec<u8>>, CudaError> {
+    let none = |problem: String| CudaError::NoKernels { capability: device.facts().capability, problem };
+    let prebuilt = prebuilt().map_err(none)?;
+    UNITS
+        .iter()
+        .map(|unit| {
+            let found = prebuilt.of(unit).ok_or_else(|| {
+                none(format!("the embedded kernels of `{}` are of other sources", unit.name))
+            })?;
+            let mut image = found.ptx.clone().into_bytes();
+            image.push(0);
+            Ok(image)
+        })
+        .collect()
+}
+
+/// `~/.cache/ggsmith/kernels`.
+fn cache_folder() -> Option<PathBuf> {
+    let folder = std::env::home_dir()?.join(".cache/ggsmith/kernels");
+    std::fs::create_dir_all(&folder).ok()?;
+    Some(folder)
+}
+
+/// Writes beside and renames, so that no other process finds half a file. A cache that cannot be written is none.
+fn keep(place: &std::path::Path, image: &[u8]) {
+    let beside = place.with_extension(format!("{}.partial", std::process::id()));
+    if std::fs::write(&beside, image).is_ok() && std::fs::rename(&beside, place).is_err() {
+        let _ = std::fs::remove_file(&beside);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_embedded_ptx_is_of_these_sources() {
+        let stale = stale().unwrap();
+        assert!(stale.is_empty(), "run `cargo xtask kernels`: {stale:?} changed");
+        let prebuilt = prebuilt().unwrap();
+        assert_eq!(prebuilt.units.len(), UNITS.len());
+        for unit in prebuilt.units.values() {
+            assert!(unit.ptx.contains(".target sm_90") && !unit.ptx.contains('\0'));
+        }
+    }
+
+    #[test]
+    fn other_sources_are_noticed() {
+        let mut prebuilt = prebuilt().unwrap();
+        prebuilt.units.remove(UNITS[0].name);
+        "0".clone_into(&mut prebuilt.units.get_mut(UNITS[2].name).unwrap().hash);
+        let stale = prebuilt.stale();
+        assert!(stale.contains(&UNITS[0].name) && stale.contains(&UNITS[2].name));
+        assert!(prebuilt.of(&UNITS[2]).is_none());
+    }
+
+    #[test]
+    fn each_unit_has_a_hash_of_its_own() {
+        let hashes: std::collections::BTreeSet<String> = UNITS.iter().map(Unit::hash).collect();
+        assert_eq!(hashes.len(), UNITS.len());
+    }
+}

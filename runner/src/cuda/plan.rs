@@ -1,0 +1,99 @@
+//! What a model takes of the device's memory, in numbers, before anything is allocated.
+
+use super::error::CudaError;
+use super::module::Gpu;
+use crate::ops::Numerics;
+use crate::session::Options;
+use crate::weights::WeightSource;
+use gguf_tools::model::TensorTable;
+
+/// Bytes that a model takes on a device.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Plan {
+    /// Matrices and vectors.
+    pub weights: u64,
+    /// Caches of a sequence of [`Plan::tokens`].
+    pub cache: u64,
+    /// Activations of a batch.
+    pub scratch: u64,
+    /// What stays free.
+    pub reserve: u64,
+    /// Tokens that the caches are planned for. They grow beyond, if there is room then.
+    pub tokens: u64,
+}
+
+/// Tokens that caches are planned for if no context was asked for.
+const PLANNED_TOKENS: u64 = 8192;
+/// Bytes that stay free.
+const RESERVE: u64 = 256 << 20;
+
+impl Plan {
+    /// Adds up what the model of a source takes.
+    pub fn new(source: &dyn WeightSource, options: &Options) -> Self {
+        let h = source.hyper_parameters();
+        let specs = TensorTable::new(h);
+        let bytes_of = |name: &str, n_values: u64, columns: u64| {
+            let block_type = source.find(name).and_then(|found| {
+                source
+                    .generated(found.index)
+                    .map(|rows| rows.block_type)
+                    .or_else(|| source.block_type(found.index))
+            });
+            let row_bytes = block_type.and_then(|block_type| block_type.row_bytes(columns));
+            row_bytes
+                .map_or(n_values.saturating_mul(4), |bytes| bytes.saturating_mul(n_values / columns.max(1)))
+        };
+        let weights = specs
+            .specs()
+            .iter()
+            .map(|spec| bytes_of(&spec.gguf_name, spec.n_values(), spec.shape.last().copied().unwrap_or(1)))
+            .fold(0, u64::saturating_add);
+        let value_bytes = if options.numerics == Numerics::Official { 2 } else { 4 };
+        let tokens = options.context_limit.map_or(PLANNED_TOKENS, |n| n as u64);
+        let ring = (h.sliding_window + options.attention_tokens as u64).next_power_of_two() * h.head_dim;
+        let cache = (0..h.num_hidden_layers as u32)
+            .map(|layer| match u64::from(h.compress_ratio(layer)) {
+                0 => ring * value_bytes,
+                ratio => {
+                    let doubled = if ratio == 4 { 2 } else { 1 };
+                    let widths = h.head_dim + if ratio == 4 { h.index_head_dim } else { 0 };
+                    let state = 2 * doubled * doubled * ratio * widths * 4;
+                    (ring + tokens / ratio * widths) * value_bytes + state
+                }
+            })
+            .fold(0, u64::saturating_add);
+        let (batch, part) = (options.batch_tokens as u64, options.attention_tokens as u64);
+        let d = h.hidden_size;
+        let routed = h.num_experts_per_tok * (2 * h.moe_intermediate_size + d);
+        let heads = 2 * h.num_attention_heads * h.head_dim + h.index_n_heads * h.index_head_dim;
+        let scratch = 4 * (batch * (h.hc_mult * d + 6 * d + routed) + part * heads + 64 * h.vocab_size);
+        Self { weights, cache, scratch, reserve: RESERVE, tokens }
+    }
+
+    /// Sum of all parts.
+    pub fn total(&self) -> u64 {
+        [self.weights, self.cache, self.scratch, self.reserve].into_iter().fold(0, u64::saturating_add)
+    }
+
+    /// Refuses what does not fit, with the arithmetic.
+    pub(super) fn check(&self, gpu: &Gpu, free: usize, total: usize) -> Result<(), CudaError> {
+        if self.total() <= free as u64 {
+            return Ok(());
+        }
+        let gib = |bytes: u64| format!("{:.2}", bytes as f64 / (1_u64 << 30) as f64);
+        Err(CudaError::TooLarge {
+            name: gpu.device.facts().name.clone(),
+            need: gib(self.total()),
+            parts: format!(
+                "weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
+                gib(self.weights),
+                gib(self.cache),
+                self.tokens,
+                gib(self.scratch),
+                gib(self.reserve)
+            ),
+            free: gib(free as u64),
+            total: gib(total as u64),
+        })
+    }
+}

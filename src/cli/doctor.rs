@@ -1,0 +1,131 @@
+//! `doctor`: what this machine can compute with, and whether it computes right.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::Context;
+use clap::Args;
+use runner::cuda::check::{Check, Group, SelfTest, self_test};
+use runner::cuda::module::compiler_version;
+use runner::cuda::{Gpu, Plan};
+use runner::weights::open_source;
+use serde_json::json;
+
+use super::model::{ComputeArguments, tokenizer};
+use super::{print, print_json};
+use crate::nano;
+use crate::render::units;
+
+#[derive(Debug, Args)]
+pub(super) struct Arguments {
+    /// Tell whether this model fits the device.
+    #[arg(short, long, value_name = "FILE|DIR")]
+    model: Option<PathBuf>,
+    #[command(flatten)]
+    compute: ComputeArguments,
+    /// Compare the device with the CPU: everything, or one group.
+    #[arg(long, value_name = "GROUP", num_args = 0..=1, default_missing_value = "all",
+          value_parser = ["all", "rows", "attention", "matrices", "model", "equalities"])]
+    self_test: Option<String>,
+    /// Number of the device.
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    device: usize,
+    /// Print JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
+    if let Some(group) = &arguments.self_test {
+        return check(arguments, group);
+    }
+    let gpu = Gpu::open(arguments.device)?;
+    let facts = gpu.device.facts();
+    let (free, total) = gpu.device.memory()?;
+    let plan = arguments.model.as_ref().map(|path| -> anyhow::Result<Plan> {
+        Ok(Plan::new(open_source(path)?.as_ref(), &arguments.compute.options()?))
+    });
+    let plan = plan.transpose()?;
+    let compiler = compiler_version().map(|(major, minor)| format!("{major}.{minor}"));
+    if arguments.json {
+        print_json(&json!({
+            "device": facts.name,
+            "compute_capability": format!("{}.{}", facts.capability.0, facts.capability.1),
+            "multiprocessors": facts.n_multiprocessors,
+            "cuda_of_driver": format!("{}.{}", facts.driver / 1000, facts.driver % 1000 / 10),
+            "nvrtc": compiler,
+            "kernels": gpu.kernels.origin(),
+            "memory_bytes": { "free": free, "total": total },
+            "model": plan.map(|plan| json!({
+                "weights_bytes": plan.weights, "cache_bytes": plan.cache, "cache_tokens": plan.tokens,
+                "scratch_bytes": plan.scratch, "reserve_bytes": plan.reserve,
+                "fits": plan.total() <= free as u64,
+            })),
+        }))?;
+        return Ok(ExitCode::SUCCESS);
+    }
+    let mut text = format!(
+        "device       {} (number {}, compute capability {}.{}, {} multiprocessors)\n\
+         driver       CUDA {}.{}\n\
+         kernels      {}\n\
+         compiler     {}\n\
+         memory       {} free of {}",
+        facts.name,
+        arguments.device,
+        facts.capability.0,
+        facts.capability.1,
+        facts.n_multiprocessors,
+        facts.driver / 1000,
+        facts.driver % 1000 / 10,
+        gpu.kernels.origin(),
+        compiler.map_or_else(|| "no NVRTC found".to_owned(), |version| format!("NVRTC {version}")),
+        units::bytes(free as u64),
+        units::bytes(total as u64),
+    );
+    if let Some(plan) = plan {
+        text += &format!(
+            "\nmodel        {}: needs {} = weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
+            if plan.total() <= free as u64 { "fits" } else { "does not fit" },
+            units::bytes(plan.total()),
+            units::bytes(plan.weights),
+            units::bytes(plan.cache),
+            plan.tokens,
+            units::bytes(plan.scratch),
+            units::bytes(plan.reserve),
+        );
+    }
+    print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Runs groups of checks with the built-in model.
+fn check(arguments: &Arguments, wanted: &str) -> anyhow::Result<ExitCode> {
+    let folder = tempfile::tempdir().context("cannot make a temporary folder")?;
+    let model = folder.path().join("nano");
+    nano::write_checkpoint(&model).context("cannot write the built-in model")?;
+    let text = nano::HELD_OUT.map(|(_, text)| text).concat();
+    let tokens = tokenizer(&model)?.encode_plain(&text)?;
+    let test = SelfTest { ordinal: arguments.device, model: &model, tokens: &tokens };
+    let (mut n_passed, mut failed) = (0, Vec::new());
+    for (name, group) in Group::NAMES.into_iter().filter(|(name, _)| wanted == "all" || wanted == *name) {
+        let mut each = |check: &Check| {
+            let Check { name: what, passed, detail, seconds } = check;
+            if *passed {
+                n_passed += 1;
+            } else {
+                failed.push(check.clone());
+            }
+            if !arguments.json {
+                let mark = if *passed { "ok  " } else { "FAIL" };
+                println!("{mark} {name}: {what} ({seconds:.2} s) {detail}");
+            }
+        };
+        self_test(&test, group, &mut each).with_context(|| format!("the checks of `{name}` ended early"))?;
+    }
+    if arguments.json {
+        print_json(&json!({ "passed": n_passed, "failed": failed }))?;
+    } else {
+        print(&format!("{n_passed} checks passed, {} failed", failed.len()))?;
+    }
+    Ok(if failed.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
