@@ -85,6 +85,15 @@ impl Calibration for Breaking {
         self.pass.moments(input, expert)
     }
 
+    fn mid_moments(
+        &self,
+        expert: usize,
+        gate: &[f32],
+        up: &[f32],
+    ) -> Result<ExpertMoments, CalibrationError> {
+        self.pass.mid_moments(expert, gate, up)
+    }
+
     fn leave(&mut self, layer: usize, plan: &Plan, bytes: &dyn LayerBytes) -> Result<(), CalibrationError> {
         if layer == self.at && !self.entering {
             return Err("broken off".into());

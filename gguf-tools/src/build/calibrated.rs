@@ -50,6 +50,9 @@ pub struct ExpertMoments {
     pub diagonal: Vec<f32>,
     /// Tokens that came to the expert.
     pub n_tokens: usize,
+    /// Where the inputs are not those of the source: the mean of the source's times these, `[columns, columns]`, and the second moments
+    /// of these as they are.
+    pub cross: Option<(Vec<f32>, Vec<f32>)>,
 }
 
 impl Curvature for ExpertMoments {
@@ -94,6 +97,14 @@ pub trait Calibration: Sync {
     /// # Errors
     /// If they cannot be formed.
     fn moments(&self, input: MatrixInput, expert: usize) -> Result<ExpertMoments, CalibrationError>;
+
+    /// [`Calibration::moments`] of an expert's mids when its gate and up projections are these instead of the source's,
+    /// each `[inner, hidden]`.
+    ///
+    /// # Errors
+    /// If they cannot be formed.
+    fn mid_moments(&self, expert: usize, gate: &[f32], up: &[f32])
+    -> Result<ExpertMoments, CalibrationError>;
 
     /// The layer entered last is in the file for good: the next one can be entered, and so it can after an interruption.
     ///
@@ -333,9 +344,12 @@ impl Job<'_> {
                 .collect();
             let Some(&first) = indices.first() else { continue };
             let layer = self.plan.tensors[first].spec.layer.unwrap_or(0) as usize;
-            let moments = calibration
-                .moments(input, expert)
-                .map_err(|source| BuildError::Calibration { layer, source })?;
+            let quantized = (input == MatrixInput::Mid).then(|| self.gate_and_up(expert, layer, &results));
+            let moments = match quantized.transpose()?.flatten() {
+                Some([gate, up]) => calibration.mid_moments(expert, &gate, &up),
+                None => calibration.moments(input, expert),
+            }
+            .map_err(|source| BuildError::Calibration { layer, source })?;
             let damping = match input {
                 MatrixInput::Ffn => self.quantizer.settings.damping,
                 MatrixInput::Mid => self.quantizer.settings.mid_damping,
@@ -355,6 +369,30 @@ impl Job<'_> {
         Ok(results)
     }
 
+    /// An expert's gate and up projections as they are in the file; `None` if both are the source's, or corrections are not wanted.
+    fn gate_and_up(
+        &self,
+        expert: usize,
+        layer: usize,
+        made: &ExpertBytes,
+    ) -> Result<Option<[Vec<f32>; 2]>, BuildError> {
+        if made.is_empty() || !self.quantizer.settings.corrected_mids {
+            return Ok(None);
+        }
+        let mut matrices = [Vec::new(), Vec::new()];
+        for (matrix, family) in matrices.iter_mut().zip([Family::RoutedGate, Family::RoutedUp]) {
+            let belongs = |t: &PlannedTensor| t.spec.family == family && t.spec.layer == Some(layer as u32);
+            let Some(index) = self.plan.tensors.iter().position(belongs) else { return Ok(None) };
+            let tensor = &self.plan.tensors[index];
+            matrix.resize(tensor.n_rows() * tensor.n_columns(), 0.0);
+            match (made.iter().find(|(made, ..)| *made == index), tensor.target.format()) {
+                (Some((_, bytes, _)), Some(format)) => format.dequantize(bytes, matrix),
+                _ => self.source.read_rows(&tensor.spec, expert, 0..tensor.n_rows(), matrix)?,
+            }
+        }
+        Ok(Some(matrices))
+    }
+
     fn matrix(
         &self,
         index: usize,
@@ -366,6 +404,12 @@ impl Job<'_> {
         let (rows, columns) = (tensor.n_rows(), tensor.n_columns());
         let mut values = vec![0.0; rows * columns];
         self.source.read_rows(&tensor.spec, expert, 0..rows, &mut values)?;
+        if let Some((cross, own)) = &moments.cross
+            && let Some(better) =
+                feedback::corrected(&values, cross, own, columns, self.quantizer.settings.ridge)
+        {
+            values = better;
+        }
         let mut bytes = vec![0; rows * tensor.row_bytes()];
         let name = || tensor.spec.gguf_name.clone();
         let report = if let Some(factor) = factor {

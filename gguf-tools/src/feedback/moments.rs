@@ -1,7 +1,8 @@
 //! Second moments of the inputs of a matrix.
 
 use faer::linalg::matmul::triangular::{BlockStructure, matmul};
-use faer::{Accum, MatMut, MatRef, Par};
+use faer::linalg::solvers::Solve;
+use faer::{Accum, Mat, MatMut, MatRef, Par, Side};
 
 /// Rows that are multiplied together. Part of the result: it decides the order of sums, which must not depend on how inputs
 /// are handed over.
@@ -113,4 +114,60 @@ pub fn quadratic(x: &[f32], h: &[f32], columns: usize) -> f64 {
         sum += product.iter().zip(rows).map(|(a, b)| f64::from(*a) * f64::from(*b)).sum::<f64>();
     }
     sum
+}
+
+/// Products of rows `x` (`[n, columns]`) with every row of a matrix `[rows, columns]`: `[n, rows]`.
+pub fn products(x: &[f32], matrix: &[f32], columns: usize) -> Vec<f32> {
+    let (n, rows) = (x.len() / columns, matrix.len() / columns);
+    let mut out = vec![0.0; n * rows];
+    let matrix = MatRef::from_row_major_slice(matrix, rows, columns);
+    for (out, x) in out.chunks_mut(ROWS * rows).zip(x.chunks(ROWS * columns)) {
+        let n = x.len() / columns;
+        let to = MatMut::from_row_major_slice_mut(out, n, rows);
+        let from = MatRef::from_row_major_slice(x, n, columns);
+        faer::linalg::matmul::matmul(to, Accum::Replace, from, matrix.transpose(), 1.0f32, Par::Seq);
+    }
+    out
+}
+
+/// The mean of `a b^T` over pairs of rows, `[columns, columns]` row-major; both `[n, columns]`.
+pub fn cross_moments(a: &[f32], b: &[f32], columns: usize) -> Vec<f32> {
+    let mut sums = vec![0.0; columns * columns];
+    for (a, b) in a.chunks(ROWS * columns).zip(b.chunks(ROWS * columns)) {
+        let n = a.len() / columns;
+        let to = MatMut::from_row_major_slice_mut(&mut sums, columns, columns);
+        let (a, b) =
+            (MatRef::from_row_major_slice(a, n, columns), MatRef::from_row_major_slice(b, n, columns));
+        faer::linalg::matmul::matmul(to, Accum::Add, a.transpose(), b, 1.0f32, Par::Seq);
+    }
+    let factor = 1.0 / (a.len() / columns).max(1) as f32;
+    sums.iter_mut().for_each(|v| *v *= factor);
+    sums
+}
+
+/// Weights that come nearest to what `weights` (`[rows, columns]`) make of the right inputs `x` when they are given the inputs
+/// `y` instead: `W + W (C - H) (H + r m I)^-1` with `C` the mean of `x y^T`, `H` that of `y y^T`, `m` the mean of its diagonal and
+/// `r` = `ridge`, which holds them near the weights. `None` where the system cannot be solved.
+pub fn corrected(
+    weights: &[f32],
+    cross: &[f32],
+    moments: &[f32],
+    columns: usize,
+    ridge: f64,
+) -> Option<Vec<f32>> {
+    let mean = (0..columns).map(|i| f64::from(moments[i * columns + i])).sum::<f64>() / columns as f64;
+    if mean.is_nan() || mean <= 0.0 {
+        return None;
+    }
+    let h = |i: usize, j: usize| f64::from(moments[i * columns + j]);
+    let damped = Mat::from_fn(columns, columns, |i, j| if i == j { h(i, j) + ridge * mean } else { h(i, j) });
+    let missing = Mat::from_fn(columns, columns, |i, j| f64::from(cross[j * columns + i]) - h(j, i));
+    let solved = damped.llt(Side::Lower).ok()?.solve(&missing);
+    let change = Mat::from_fn(columns, columns, |i, j| solved[(j, i)] as f32);
+    let rows = weights.len() / columns;
+    let mut out = weights.to_vec();
+    let to = MatMut::from_row_major_slice_mut(&mut out, rows, columns);
+    let from = MatRef::from_row_major_slice(weights, rows, columns);
+    faer::linalg::matmul::matmul(to, Accum::Add, from, change.as_ref(), 1.0f32, Par::Seq);
+    out.iter().all(|v| v.is_finite()).then_some(out)
 }

@@ -34,6 +34,13 @@ pub struct Settings {
     /// An input counts in the second moments of gate and up with this power of the squared length of what the expert makes of
     /// it, its mid times its route weight; 0: all count alike.
     pub response_power: f64,
+    /// Whether down projections are made for the mids that the quantized gate and up projections give, and corrected for what those
+    /// have changed.
+    pub corrected_mids: bool,
+    /// Holds the correction back, as a multiple of the mean diagonal.
+    pub ridge: f64,
+    /// A mid counts in the second moments with this power of its squared length, from -1 (all alike) to 0 (as it is).
+    pub mid_power: f64,
 }
 
 impl Default for Settings {
@@ -50,7 +57,10 @@ impl Default for Settings {
             mix: 0.2,
             prior_tokens: 0.0,
             mid_shrinkage: 0.0,
-            response_power: 0.0,
+            response_power: 0.5,
+            corrected_mids: true,
+            ridge: 0.3,
+            mid_power: 0.0,
         }
     }
 }
@@ -100,12 +110,23 @@ impl Settings {
                 self.d_factors =
                     factors.ok_or_else(|| problem("expected factors from 0.1 to 10, as 0.9/1/1.1"))?;
             }
+            "corrected-mids" => {
+                self.corrected_mids = value.parse().map_err(|_| problem("expected true or false"))?;
+            }
+            "ridge" => {
+                self.ridge = number(value, 1e-6..=1e3)
+                    .ok_or_else(|| problem("expected a number from 0.000001 to 1000"))?;
+            }
+            "mid-power" => {
+                self.mid_power =
+                    number(value, -1.0..=0.0).ok_or_else(|| problem("expected a power from -1 to 0"))?;
+            }
             "response-power" => self.response_power = share()?,
             "refits" => self.refits = count()?,
             "reach" => self.reach = count()?,
             _ => {
                 return Err(problem(
-                    "known are damping, mid-damping, alignment, scalar-alignment, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, response-power",
+                    "known are damping, mid-damping, alignment, scalar-alignment, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, response-power, corrected-mids, ridge, mid-power",
                 ));
             }
         }
@@ -135,7 +156,7 @@ impl fmt::Display for Settings {
         let factors: Vec<_> = self.d_factors.iter().map(f32::to_string).collect();
         write!(
             f,
-            "damping={},mid-damping={},alignment={},scalar-alignment={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},response-power={}",
+            "damping={},mid-damping={},alignment={},scalar-alignment={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},response-power={},corrected-mids={},ridge={},mid-power={}",
             self.damping,
             self.mid_damping,
             self.alignment,
@@ -147,6 +168,9 @@ impl fmt::Display for Settings {
             self.prior_tokens,
             self.mid_shrinkage,
             self.response_power,
+            self.corrected_mids,
+            self.ridge,
+            self.mid_power,
         )
     }
 }

@@ -1,7 +1,7 @@
 //! What the routed experts of one layer read, kept until their second moments are asked for.
 
 use gguf_tools::build::{ExpertMoments, MatrixInput};
-use gguf_tools::feedback::{SecondMoments, Settings, mixed, shrunk_to_diagonal};
+use gguf_tools::feedback::{SecondMoments, Settings, cross_moments, mixed, products, shrunk_to_diagonal};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use runner::observe::{ExpertObservation, Observation, Observer, Site};
@@ -11,6 +11,8 @@ use runner::observe::{ExpertObservation, Observation, Observer, Site};
 struct Expert {
     /// Rows of [`Gathered::inputs`].
     rows: Vec<u32>,
+    /// Route weight of each.
+    weights: Vec<f32>,
     /// Mids times route weights, `[tokens, inner]`.
     mids: Vec<f16>,
 }
@@ -77,7 +79,7 @@ impl Gathered {
             MatrixInput::Mid => (self.mid_moments(expert, settings), self.inner),
         };
         let diagonal = (0..columns).map(|i| moments[i * columns + i]).collect();
-        ExpertMoments { moments, diagonal, n_tokens }
+        ExpertMoments { moments, diagonal, n_tokens, cross: None }
     }
 
     fn input_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
@@ -100,18 +102,73 @@ impl Gathered {
         own
     }
 
+    /// Second moments of one expert's mids when its gate and up projections are others.
+    pub(super) fn changed_mid_moments(
+        &self,
+        expert: usize,
+        [gate, up]: [&[f32]; 2],
+        limit: f32,
+        settings: &Settings,
+    ) -> ExpertMoments {
+        let expert = &self.experts[expert];
+        let n_tokens = expert.rows.len();
+        if n_tokens == 0 {
+            let moments = self.mid_moments(expert, settings);
+            let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
+            return ExpertMoments { moments, diagonal, n_tokens, cross: None };
+        }
+        let mut inputs = Vec::with_capacity(n_tokens * self.hidden);
+        for &row in &expert.rows {
+            let input = &self.inputs[row as usize * self.hidden..][..self.hidden];
+            inputs.extend(input.iter().map(|x| x.to_f32()));
+        }
+        let mut mids = products(&inputs, gate, self.hidden);
+        let ups = products(&inputs, up, self.hidden);
+        drop(inputs);
+        for ((mids, ups), weight) in
+            mids.chunks_exact_mut(self.inner).zip(ups.chunks_exact(self.inner)).zip(&expert.weights)
+        {
+            for (mid, up) in mids.iter_mut().zip(ups) {
+                let gate = mid.min(limit);
+                *mid = gate / (1.0 + (-gate).exp()) * up.clamp(-limit, limit) * weight;
+            }
+        }
+        drop(ups);
+        let right: Vec<f32> = expert.mids.iter().map(|x| x.to_f32()).collect();
+        let cross = cross_moments(&right, &mids, self.inner);
+        let own = cross_moments(&mids, &mids, self.inner);
+        let moments = self.mixed_mids(mids.chunks_exact(self.inner).map(|row| row.iter().copied()), settings);
+        let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
+        ExpertMoments { moments, diagonal, n_tokens, cross: Some((cross, own)) }
+    }
+
     fn mid_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
         if expert.rows.is_empty()
             && let Some(mean) = &self.mean_mids
         {
             return mean.clone();
         }
+        let rows = expert.mids.chunks_exact(self.inner).map(|row| row.iter().map(|x| x.to_f32()));
+        self.mixed_mids(rows, settings)
+    }
+
+    fn mixed_mids<R: Iterator<Item = f32> + Clone>(
+        &self,
+        rows: impl Iterator<Item = R>,
+        settings: &Settings,
+    ) -> Vec<f32> {
         let mut own = SecondMoments::new(self.inner);
-        for row in expert.mids.chunks_exact(self.inner) {
-            own.add(row.iter().map(|x| x.to_f32()), 1.0);
+        for row in rows {
+            let weight = if settings.mid_power < 0.0 {
+                let energy: f64 = row.clone().map(|x| f64::from(x).powi(2)).sum();
+                energy.max(f64::from(f32::MIN_POSITIVE)).powf(settings.mid_power) as f32
+            } else {
+                1.0
+            };
+            own.add(row, weight);
         }
+        let share = settings.mid_shrinkage.max(prior_share(settings, own.n_rows()));
         let mut own = own.finish();
-        let share = settings.mid_shrinkage.max(prior_share(settings, expert.rows.len()));
         if share > 0.0 {
             shrunk_to_diagonal(&mut own, self.inner, share);
         }
@@ -155,6 +212,7 @@ impl Observer for Gathered {
         let base = self.base;
         let expert = &mut self.experts[observation.expert];
         expert.rows.extend(observation.rows.iter().map(|row| (base + row) as u32));
+        expert.weights.extend(observation.weights);
         for (mid, &weight) in observation.mids.chunks_exact(self.inner).zip(observation.weights) {
             push_halves(&mut expert.mids, mid.iter().map(|v| v * weight));
         }

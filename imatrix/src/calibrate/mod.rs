@@ -241,6 +241,17 @@ impl Calibration for LayerPass {
         Ok(gathered.moments(input, expert, &self.options.settings))
     }
 
+    fn mid_moments(
+        &self,
+        expert: usize,
+        gate: &[f32],
+        up: &[f32],
+    ) -> Result<ExpertMoments, CalibrationError> {
+        let (_, gathered) = self.gathered.as_ref().ok_or("no layer was entered")?;
+        let limit = self.source.hyper_parameters().swiglu_limit;
+        Ok(gathered.changed_mid_moments(expert, [gate, up], limit, &self.options.settings))
+    }
+
     fn leave(&mut self, layer: usize, plan: &Plan, bytes: &dyn LayerBytes) -> Result<(), CalibrationError> {
         self.gathered = None;
         if self.options.propagate == Propagate::Quantized {
