@@ -340,6 +340,15 @@ fn a_plan_of_a_repository_reads_headers_only_and_equals_that_of_the_folder() {
             assert_eq!(remote[part], local[part], "{part}");
         }
     }
+    let account = |model: &str| -> serde_json::Value {
+        let (stdout, _) = done(ggsmith(&hub.hub.url(), home.path()).args(["account", "--json", model]));
+        assert!(!stdout.contains("/tmp"), "{stdout}");
+        serde_json::from_str(&stdout).unwrap()
+    };
+    let (local, remote) = (account(folder.to_str().unwrap()), account("hf:org/model"));
+    for part in ["components", "bytes_per_token", "cache_bytes_per_token"] {
+        assert_eq!(remote[part], local[part], "{part}");
+    }
     assert!(hub.storage.body_bytes_sent() < n_bytes / 20, "{} of {n_bytes}", hub.storage.body_bytes_sent());
     let error = fails(
         ggsmith(&hub.hub.url(), home.path()).args(["quantize", "--hf", "hf:org/model", "--out", "x"]),
