@@ -68,7 +68,7 @@ static __device__ __forceinline__ void hc_mix(
 }
 
 #define HC_MIX(NAME, W, TOKENS)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(256) hc_mix_##NAME(                                                    \
+    extern "C" __global__ void __launch_bounds__(256, 1) hc_mix_##NAME(                                                    \
         const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {             \
         await_previous();                                                                                               \
         hc_mix<W, TOKENS>(streams, mixer, partials, n_tokens, width, n, group);                                         \
