@@ -155,7 +155,7 @@ pub fn build_calibrated(
 ) -> Result<BuildReport, BuildError> {
     let ByFeedback { calibration, quantizer } = by;
     let header = plan.layout.header_bytes();
-    let identity = identity(plan, &header, importance, options);
+    let identity = identity(plan, &header, source, importance, options);
     let mut sink = FileSink::open(out, plan.file_bytes(), &identity, &source.files(), options)?;
     let resumed_bytes = sink.done_bytes();
     let ready = calibration.ready_layer();

@@ -141,7 +141,9 @@ pub fn cross_moments(a: &[f32], b: &[f32], columns: usize) -> Vec<f32> {
         faer::linalg::matmul::matmul(to, Accum::Add, a.transpose(), b, 1.0f32, Par::Seq);
     }
     let factor = 1.0 / (a.len() / columns).max(1) as f32;
-    sums.iter_mut().for_each(|v| *v *= factor);
+    for sum in &mut sums {
+        *sum *= factor;
+    }
     sums
 }
 
