@@ -181,7 +181,7 @@ fn a_killed_split_and_merge_go_on_and_leave_nothing_incomplete() {
         ["merge", "--quiet", "--no-copy-offload", "right-00001-of-00003.gguf", "--out", "killed.gguf"];
     for arguments in [&split[..], &merge[..]] {
         let mut kills = 0;
-        for milliseconds in (0..).map(|i| 4 * i) {
+        for milliseconds in (0..).map(|i: u64| 5 * i * i) {
             let mut child =
                 setting.command(arguments).stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
             std::thread::sleep(Duration::from_millis(milliseconds));

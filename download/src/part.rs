@@ -148,29 +148,27 @@ impl Part {
         if found_bytes > 0 {
             match journal.identity() {
                 None => tell_restart(observer, opening.name, "there is no record of which bytes came"),
-                Some(old) => match identity.differs_from(&old) {
-                    Some(reason) => tell_restart(observer, opening.name, &reason),
-                    None => {
+                Some(old) => {
+                    if let Some(reason) = identity.differs_from(&old) {
+                        tell_restart(observer, opening.name, &reason);
+                    } else {
                         identity.piece_bytes = old.piece_bytes;
                         identity.etag = identity.etag.or(old.etag);
                         slots = Some(journal.slots(identity.geometry()));
                     }
-                },
+                }
             }
         }
         let geometry = identity.geometry();
-        let slots = match slots {
-            Some(slots) => {
-                journal.rename(&identity)?;
-                file.set_len(geometry.n_bytes).map_err(DownloadError::io("resize", &path))?;
-                slots
-            }
-            None => {
-                file.set_len(0).map_err(DownloadError::io("empty", &path))?;
-                journal.start(&identity)?;
-                reserve(&file, geometry.n_bytes).map_err(DownloadError::io("reserve room for", &path))?;
-                vec![Slot::default(); geometry.n_pieces()]
-            }
+        let slots = if let Some(slots) = slots {
+            journal.rename(&identity)?;
+            file.set_len(geometry.n_bytes).map_err(DownloadError::io("resize", &path))?;
+            slots
+        } else {
+            file.set_len(0).map_err(DownloadError::io("empty", &path))?;
+            journal.start(&identity)?;
+            reserve(&file, geometry.n_bytes).map_err(DownloadError::io("reserve room for", &path))?;
+            vec![Slot::default(); geometry.n_pieces()]
         };
         let n_pieces = slots.len();
         let part = Self {
@@ -635,7 +633,7 @@ impl Part {
     fn hash(&self, bytes: &[u8], hasher: &mut Hasher, hashed: &mut u64, before: &mut Vec<Hasher>) {
         hasher.update(bytes);
         *hashed += bytes.len() as u64;
-        if *hashed % u64::from(self.geometry.piece_bytes) == 0 {
+        if (*hashed).is_multiple_of(u64::from(self.geometry.piece_bytes)) {
             before.push(hasher.clone());
         }
     }

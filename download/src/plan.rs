@@ -165,21 +165,20 @@ impl Downloader {
             return self.plan_offline(request, reference, target, observer);
         }
         let hub = Hub { client: &self.client, settings: &self.settings, observer };
-        let (commit, mut files) = match &reference.path {
-            Some(path) => one_file(&hub, reference, path)?,
-            None => {
-                let Listing { commit, entries } = hub.list(&reference.repository, &reference.revision)?;
-                let n_files = entries.len();
-                let files = select(entries, request, target);
-                if files.is_empty() {
-                    return Err(DownloadError::NothingSelected {
-                        repository: reference.repository.clone(),
-                        revision: reference.revision.clone(),
-                        n_files,
-                    });
-                }
-                (commit, files)
+        let (commit, mut files) = if let Some(path) = &reference.path {
+            one_file(&hub, reference, path)?
+        } else {
+            let Listing { commit, entries } = hub.list(&reference.repository, &reference.revision)?;
+            let n_files = entries.len();
+            let files = select(entries, request, target);
+            if files.is_empty() {
+                return Err(DownloadError::NothingSelected {
+                    repository: reference.repository.clone(),
+                    revision: reference.revision.clone(),
+                    n_files,
+                });
             }
+            (commit, files)
         };
         for file in &mut files {
             expect(file, target, request)?;

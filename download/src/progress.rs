@@ -160,7 +160,7 @@ const BETWEEN_SAMPLES: Duration = Duration::from_millis(250);
 
 impl Meter {
     pub(crate) fn new(n_files: usize, n_bytes: u64) -> Self {
-        Self { counts: Mutex::new(Counts { n_files, n_bytes, ..Counts::default() }) }
+        Self { counts: Mutex::new(Counts { n_bytes, n_files, ..Counts::default() }) }
     }
 
     fn with<T>(&self, change: impl FnOnce(&mut Counts) -> T) -> T {

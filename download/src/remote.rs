@@ -82,20 +82,19 @@ impl Downloader {
             return Err(DownloadError::Offline { wanted: name, looked_in });
         }
         let word = hub.file(reference, path)?;
-        let n_bytes = match word.n_bytes {
-            Some(n_bytes) => Some(n_bytes),
-            None => {
-                let item = Item {
-                    name: name.clone(),
-                    source: name.clone(),
-                    url: url.clone(),
-                    n_bytes: None,
-                    digest: None,
-                    target: path.into(),
-                    record: None,
-                };
-                probe(&self.client, &self.settings, &item, observer)?.n_bytes
-            }
+        let n_bytes = if let Some(n_bytes) = word.n_bytes {
+            Some(n_bytes)
+        } else {
+            let item = Item {
+                name: name.clone(),
+                source: name.clone(),
+                url: url.clone(),
+                n_bytes: None,
+                digest: None,
+                target: path.into(),
+                record: None,
+            };
+            probe(&self.client, &self.settings, &item, observer)?.n_bytes
         };
         let n_bytes = n_bytes.ok_or_else(|| DownloadError::Answer {
             host: host(&url),

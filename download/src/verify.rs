@@ -221,14 +221,13 @@ fn in_cache(folder: &Path, cache: &Cache, repository: &str) -> Vec<Candidate> {
         records
     };
     let snapshots = cache.folder().join("snapshots");
-    let commits: Vec<String> = match folder.strip_prefix(&snapshots).ok().and_then(|rest| rest.iter().next())
-    {
-        Some(commit) => vec![commit.to_string_lossy().into_owned()],
-        None => {
+    let commits: Vec<String> =
+        if let Some(commit) = folder.strip_prefix(&snapshots).ok().and_then(|rest| rest.iter().next()) {
+            vec![commit.to_string_lossy().into_owned()]
+        } else {
             let entries = fs::read_dir(&snapshots).into_iter().flatten().flatten();
             entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect()
-        }
-    };
+        };
     let mut found = Vec::new();
     for commit in commits {
         let snapshot = cache.snapshot(&commit);

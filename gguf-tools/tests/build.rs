@@ -284,7 +284,7 @@ fn parts_built_apart_merge_to_the_bytes_of_the_whole() {
     let merged = |given: &[PathBuf], name: &str| {
         let parts = open_parts(given).unwrap();
         let file = merge(&parts, &setting.path(name)).unwrap();
-        write_files(&[file], given, Default::default(), &Silent).unwrap();
+        write_files(&[file], given, gguf_tools::rewrite::WriteOptions::default(), &Silent).unwrap();
         std::fs::read(setting.path(name)).unwrap()
     };
     for n_shards in [1, 2, 3, 7] {

@@ -171,7 +171,7 @@ impl<B: Backend> Engine<B> {
             b.reserve(&mut cache, text.len())?;
             caches.push(cache);
         }
-        let mut streams = b.from_host(streams.len() / batch.tokens.len(), streams)?;
+        let mut streams = b.host_values(streams.len() / batch.tokens.len(), streams)?;
         network.layer(b, layer, &mut streams, &batch, &places, &mut caches, &mut self.pass(observer))?;
         Ok(b.read(&streams)?.into_owned())
     }

@@ -338,7 +338,7 @@ pub trait Backend: Send + Sync {
     /// Does what was recorded, with what places and caches hold now; gives the pass's result.
     fn repeat<'a>(&self, recording: &'a Self::Recording) -> Result<&'a Self::Tensor, RunnerError>;
     /// Values of the host, `[tokens, width]`.
-    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<Self::Tensor, RunnerError>;
+    fn host_values(&self, width: usize, values: Vec<f32>) -> Result<Self::Tensor, RunnerError>;
     /// Does work that may run beside what is queued after it, until [`Backend::together`]. It must not touch what that
     /// other work writes.
     fn beside(&self, work: &mut dyn FnMut() -> Result<(), RunnerError>) -> Result<(), RunnerError> {

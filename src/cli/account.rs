@@ -1,6 +1,6 @@
 //! `account`: what a decoded token costs, from headers alone.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use anyhow::Context;
@@ -8,13 +8,14 @@ use clap::Args;
 use gguf_tools::account::{Account, AccountOptions, CacheType, Headers, Machine, Reading, known_machines};
 use gguf_tools::plot::{Bar, BarChart};
 
-use super::{print, print_json};
+use super::{print, print_json, remote};
 use crate::render::table::table;
 use crate::render::units;
 
 #[derive(Debug, Args)]
 pub(crate) struct Arguments {
-    /// A GGUF file (any shard of a set) or the folder of a checkpoint, of any model family.
+    /// A GGUF file (any shard of a set) or the folder of a checkpoint, of any model family; or one on the hub, as
+    /// hf:ORG/NAME/FILE.gguf or hf:ORG/NAME, of which the headers are read.
     model: PathBuf,
     /// Lengths of text to account for, in tokens.
     #[arg(long, value_name = "N", value_delimiter = ',', default_values_t = [4096, 32_768, 131_072, 1_048_576])]
@@ -60,7 +61,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         cache_type: cache_type.context("the parser admits known types only")?.1,
         machines,
     };
-    let account = Account::of(&Headers::open(&arguments.model)?, &options)?;
+    let account = account(&arguments.model, &options)?;
     if let Some(path) = &arguments.svg {
         let written = std::fs::write(path, chart(&account).to_svg()?);
         written.with_context(|| format!("cannot write `{}`", path.display()))?;
@@ -72,6 +73,20 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     }
     let failed = arguments.strict && !account.findings.is_empty();
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// The account of a file or checkpoint, here or on the hub.
+fn account(model: &Path, options: &AccountOptions) -> anyhow::Result<Account> {
+    if !remote::is_remote(model) {
+        return Ok(Account::of(&Headers::open(model)?, options)?);
+    }
+    let is_file = model.extension().is_some_and(|extension| extension == "gguf");
+    let replica = if is_file { remote::gguf(model)? } else { remote::checkpoint(model)? };
+    let account = Headers::open(&replica.path).and_then(|mut headers| {
+        headers.place = model.display().to_string();
+        Account::of(&headers, options)
+    });
+    account.map_err(|error| replica.rename_error(&error.into()))
 }
 
 fn text(account: &Account) -> String {

@@ -7,7 +7,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use clap::Args;
-use gguf_tools::account::{TokenBytes, bytes_per_token, bytes_per_token_of};
+use gguf_tools::account::{Account, AccountOptions, TokenBytes, bytes_per_token_of};
 use runner::bandwidth::read_bandwidth;
 use runner::logits::argmax;
 use runner::ops::Work;
@@ -196,7 +196,7 @@ impl Arguments {
     /// Weights, and what a token reads of them.
     fn source(&self) -> anyhow::Result<(Arc<dyn WeightSource>, TokenBytes)> {
         if let Some(source) = self.synthetic.source()? {
-            let bytes = bytes_per_token(source.headers(), source.hyper_parameters())?;
+            let bytes = Account::of(source.headers(), &AccountOptions::default())?.token;
             return Ok((source, bytes));
         }
         let path = self.model.as_deref().context("the parser demands a model")?;

@@ -110,7 +110,7 @@ fn fill_device(arguments: &Arguments, options: &SynthOptions) -> anyhow::Result<
     let started = Instant::now();
     let model = Model::new(&weights, settings)?;
     let load_seconds = started.elapsed().as_secs_f64();
-    let n_bytes: u64 = source.headers().map(|(_, n_bytes)| n_bytes).sum();
+    let n_bytes: u64 = source.headers().data_bytes();
     let mut checks = Vec::new();
     check_synthetic(&model, &source, &mut |check| {
         if !arguments.quiet {

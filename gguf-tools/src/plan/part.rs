@@ -71,12 +71,12 @@ impl Plan {
         let tensors = self.tensors[shard_range(&self.tensors, index, n_shards)].to_vec();
         let whole = self.layout.metadata();
         let mut metadata = shard_metadata(whole, index, n_shards, n_tensors, self.layout.alignment());
-        metadata.set(PART_PLAN_KEY, self.identity()?);
+        metadata.set(PART_PLAN_KEY, self.decisions()?);
         self.with_tensors(tensors, metadata, PlanPart::Shard { index, n_shards })
     }
 
     /// SHA-256 of everything that the plan decides; every machine with the same recipe and checkpoint has the same.
-    fn identity(&self) -> Result<String, PlanError> {
+    fn decisions(&self) -> Result<String, PlanError> {
         let mut metadata = self.layout.metadata().clone();
         metadata.remove(SOURCE_SUMS);
         let layout = Layout::new(metadata, new_tensors(&self.tensors), self.layout.alignment())?;

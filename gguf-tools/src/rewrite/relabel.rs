@@ -193,14 +193,18 @@ pub fn relabel<'a>(
     Ok((file, edited))
 }
 
-/// The template's keys, but this file's own about its tensors.
+/// The template's keys, but this file's own about its tensors; what both have stays in this file's order.
 fn from_template(template: &Metadata, own: &Metadata) -> Metadata {
     let about = |key: &str| ABOUT_THE_TENSORS.iter().any(|start| key.starts_with(start));
     let mut metadata = Metadata::default();
-    for (key, value) in template.iter().filter(|(key, _)| !about(key)) {
-        metadata.set(key, value.clone());
+    for (key, value) in own.iter() {
+        match template.get(key) {
+            _ if about(key) => metadata.set(key, value.clone()),
+            Some(theirs) => metadata.set(key, theirs.clone()),
+            None => {}
+        }
     }
-    for (key, value) in own.iter().filter(|(key, _)| about(key)) {
+    for (key, value) in template.iter().filter(|(key, _)| !about(key)) {
         metadata.set(key, value.clone());
     }
     metadata

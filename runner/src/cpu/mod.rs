@@ -223,7 +223,7 @@ impl Backend for CpuBackend {
         match *recording {}
     }
 
-    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<CpuTensor, RunnerError> {
+    fn host_values(&self, width: usize, values: Vec<f32>) -> Result<CpuTensor, RunnerError> {
         Ok(CpuTensor::new(width, values))
     }
 

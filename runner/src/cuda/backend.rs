@@ -522,7 +522,7 @@ impl Backend for CudaBackend {
         Ok(&recording.result)
     }
 
-    fn from_host(&self, width: usize, values: Vec<f32>) -> Result<CudaTensor, RunnerError> {
+    fn host_values(&self, width: usize, values: Vec<f32>) -> Result<CudaTensor, RunnerError> {
         let mut tensor = self.tensor(values.len() / width, width)?;
         self.gpu.device.write(&mut tensor.values.view_mut(), &values)?;
         Ok(tensor)

@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use gguf_tools::account::Headers;
 use gguf_tools::block::BlockType;
 use gguf_tools::model::HyperParameters;
 use gguf_tools::plan::{Plan, PlannedTensor};
@@ -25,6 +26,7 @@ pub struct SyntheticSource {
     by_name: HashMap<String, usize>,
     small: SynthSource,
     seed: u64,
+    headers: Headers,
 }
 
 impl SyntheticSource {
@@ -40,12 +42,13 @@ impl SyntheticSource {
             .map_err(|source| RunnerError::Model { path: label.clone(), source })?;
         let tensors = plan.tensors.clone();
         let by_name = tensors.iter().enumerate().map(|(i, t)| (t.spec.gguf_name.clone(), i)).collect();
-        Ok(Self { label, hyper_parameters, tensors, by_name, small, seed })
+        let headers = Headers::of_plan(plan);
+        Ok(Self { label, hyper_parameters, tensors, by_name, small, seed, headers })
     }
 
-    /// Names and bytes of all tensors, as a file would hold them.
-    pub fn headers(&self) -> impl Iterator<Item = (&str, u64)> {
-        self.tensors.iter().map(|tensor| (tensor.spec.gguf_name.as_str(), tensor.n_bytes))
+    /// The headers that a file of these weights would have.
+    pub fn headers(&self) -> &Headers {
+        &self.headers
     }
 
     fn is_matrix(tensor: &PlannedTensor) -> bool {

@@ -89,9 +89,15 @@ impl Recipe {
                 patches.push(Patch { offset: 0, bytes: 1, base: exponent as u32, mask: 1 });
             }
             BlockType::Nvfp4 => {
-                // An E4M3 exponent is four bits above three of mantissa.
-                let exponent = (7.0 + (wanted / 3.0).log2().floor()).max(1.0) as u32;
-                patches.extend((0..4).map(|i| Patch { offset: i, bytes: 1, base: exponent << 3, mask: 7 }));
+                // An E4M3 exponent is four bits above three of mantissa; below the least of them values are 512ths.
+                let scale = wanted / 3.0;
+                let exponent = 7.0 + scale.log2().floor();
+                let (base, mask) = if exponent >= 1.0 {
+                    ((exponent as u32) << 3, 7)
+                } else {
+                    ((scale * 512.0).round().max(1.0) as u32, 0)
+                };
+                patches.extend((0..4).map(|i| Patch { offset: i, bytes: 1, base, mask }));
             }
             _ => {
                 let unit = recipe.root_mean_square(block_type, format, |one| f16::from_f32(one).to_bits());
