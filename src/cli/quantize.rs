@@ -125,7 +125,7 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let result = match text {
         None => build(&plan, source.as_ref(), importance, &out, options, &reporter),
         Some(text) => {
-            let identity = plan.identity();
+            let identity = plan.header_sha256();
             let beside = Some(out.as_path());
             let model = arguments.source.path();
             let (mut pass, mut quantizer) = text.pass(model, beside, &identity, threads.unwrap_or(0))?;

@@ -308,3 +308,59 @@ fn settings_read_what_they_print_and_refuse_the_rest() {
         assert!(wrong.parse::<Settings>().unwrap_err().to_string().contains(wrong));
     }
 }
+
+#[test]
+fn corrected_weights_are_the_least_squares_ones_and_ridges_hold_them_back() {
+    let mut numbers = Numbers(9);
+    let (n, rows, columns) = (600, 5, 24);
+    let weights = numbers.matrix(rows, columns);
+    let right = numbers.matrix(n, columns);
+    // Inputs that have shrunk and are disturbed.
+    let changed: Vec<f32> = right.iter().map(|x| 0.8 * x + 0.3 * numbers.normal() as f32).collect();
+    let cross = cross_moments(&right, &changed, columns);
+    let own = cross_moments(&changed, &changed, columns);
+    let error = |by: &[f32]| -> f64 {
+        let (a, b) = (products(&right, &weights, columns), products(&changed, by, columns));
+        a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum()
+    };
+    let best = corrected(&weights, &cross, &own, columns, 1e-9).expect("solvable");
+    assert!(error(&best) < 0.8 * error(&weights), "{} of {}", error(&best), error(&weights));
+    for k in 0..rows * columns {
+        let mut other = best.clone();
+        other[k] += 0.02;
+        assert!(error(&other) > error(&best), "value {k} is not the best");
+    }
+    let held = corrected(&weights, &cross, &own, columns, 1.0).expect("solvable");
+    assert!(error(&best) < error(&held) && error(&held) < error(&weights));
+    let stuck = corrected(&weights, &cross, &own, columns, 1e9).expect("solvable");
+    assert!(stuck.iter().zip(&weights).all(|(a, b)| (a - b).abs() < 1e-5));
+    assert_eq!(corrected(&weights, &cross, &vec![0.0; columns * columns], columns, 0.5), None);
+    assert_eq!(corrected(&weights, &vec![f32::NAN; columns * columns], &own, columns, 0.5), None);
+}
+
+#[test]
+fn alignment_is_given_back_without_another_code() {
+    let mut numbers = Numbers(10);
+    let (rows, columns) = (16, 512);
+    let weights = numbers.matrix(rows, columns);
+    let h = numbers.moments(columns, 60, 0.3);
+    let settings = |a: &str| format!("alignment={a},scalar-alignment={a}");
+    for target in [BlockType::Iq2Xxs, BlockType::Q2K] {
+        let run = |a: &str| walk(&feedback(&settings(a)), target, &weights, &h, columns);
+        let ((free, _), (kept, report)) = (run("0"), run("0.97"));
+        assert_eq!(report.n_plain_rows, 0);
+        let aligned = |bytes: &[u8]| {
+            let mut q = vec![0.0; weights.len()];
+            target.format().expect("read").dequantize(bytes, &mut q);
+            let sums = q.iter().zip(&weights).enumerate().fold((0.0, 0.0), |(a, b), (k, (q, w))| {
+                let weight = f64::from(h[k % columns * (columns + 1)]) * f64::from(*w);
+                (a + weight * f64::from(*q), b + weight * f64::from(*w))
+            });
+            sums.0 / sums.1
+        };
+        assert!(aligned(&free) < 0.95, "{target}: {}", aligned(&free));
+        assert!((aligned(&kept) - 0.97).abs() < 0.01, "{target}: {}", aligned(&kept));
+        let differing = free.iter().zip(&kept).filter(|(a, b)| a != b).count();
+        assert!(differing <= rows * columns / 256 * 4, "{target}: only scales differ, not {differing} bytes");
+    }
+}

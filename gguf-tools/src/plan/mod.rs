@@ -234,7 +234,7 @@ impl Plan {
     }
 
     /// SHA-256 of the file's header: of everything that it says about itself.
-    pub fn identity(&self) -> String {
+    pub fn header_sha256(&self) -> String {
         use sha2::{Digest, Sha256};
         hex(&Sha256::digest(self.layout.header_bytes()))
     }
