@@ -24,7 +24,7 @@ const DEFAULT_LINK: &str = "ds4flash.gguf";
 pub(crate) struct Arguments {
     #[command(subcommand)]
     command: Option<Command>,
-    /// A name from `download list`, hf:ORG/NAME[/PATH][@REV], or an https address.
+    /// A name from `download list`, `hf:ORG/NAME[/PATH][@REV]`, or an https address.
     #[arg(required = true, value_name = "TARGET|hf:ORG/NAME[/PATH][@REV]|URL")]
     what: Option<String>,
     #[command(flatten)]

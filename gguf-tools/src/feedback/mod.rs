@@ -2,7 +2,7 @@
 //!
 //! The error that counts is that of the product with the inputs, `tr(D H D^T)` with `H` the second moments of the
 //! inputs and `D` what quantization changes. Columns are walked in blocks; before each block the weights become the
-//! values that suit the errors made so far best ([`factor`]), and codes and scales are chosen for those. The bytes are
+//! values that suit the errors made so far best (`factor.rs`), and codes and scales are chosen for those. The bytes are
 //! those of the format: every reader of it gains.
 //!
 //! Each row is independent given `H`. A row whose walk ends worse than the plain search, judged by the full error, keeps the plain
