@@ -214,10 +214,9 @@ fn check(manifest: &Manifest, built: &Prebuilt) -> Result<()> {
     let mut problems = differences(&committed, manifest);
     let embedded = prebuilt().map_err(|problem| anyhow::anyhow!("embedded PTX: {problem}; {AGAIN}"))?;
     for (name, unit) in &built.units {
-        let same =
-            embedded.units.get(name).is_some_and(|found| found.ptx == unit.ptx && found.hash == unit.hash);
-        if !same {
-            problems.push(format!("the embedded PTX of `{name}` is not what its source gives"));
+        // Not the text: the compiler names and orders things in it differently from run to run.
+        if embedded.units.get(name).is_none_or(|found| found.hash != unit.hash) {
+            problems.push(format!("the embedded PTX of `{name}` is not of its source"));
         }
     }
     ensure!(problems.is_empty(), "{}\n{AGAIN}", problems.join("\n"));
