@@ -121,7 +121,7 @@ impl<B: Backend> Engine<B> {
                 caches.push(cache);
             }
             for (batch, (places, streams)) in parts.iter().zip(&mut prepared) {
-                network.layer(b, layer, streams, batch, places, &mut caches, &mut pass)?;
+                network.layer(b, layer, streams, None, false, batch, places, &mut caches, &mut pass)?;
             }
         }
         let Some(each) = each else { return Ok(()) };
@@ -172,7 +172,8 @@ impl<B: Backend> Engine<B> {
             caches.push(cache);
         }
         let mut streams = b.host_values(streams.len() / batch.tokens.len(), streams)?;
-        network.layer(b, layer, &mut streams, &batch, &places, &mut caches, &mut self.pass(observer))?;
+        let pass = &mut self.pass(observer);
+        network.layer(b, layer, &mut streams, None, false, &batch, &places, &mut caches, pass)?;
         Ok(b.read(&streams)?.into_owned())
     }
 
@@ -271,11 +272,12 @@ impl<B: Backend> Engine<B> {
         let n_tokens = batch.tokens.len();
         let mut streams = network.embed(b, row_places(places, 0..n_tokens))?;
         let reading = self.read_ahead.as_ref().and_then(|ahead| ahead.begin(n_tokens));
+        let mut begun = None;
         for (layer, caches) in caches.iter_mut().enumerate() {
             if let Some(reading) = &reading {
                 reading.enter(layer);
             }
-            network.layer(b, layer, &mut streams, batch, places, caches, pass)?;
+            begun = network.layer(b, layer, &mut streams, begun, true, batch, places, caches, pass)?;
         }
         if !with_head {
             return Ok(None);

@@ -29,6 +29,14 @@ pub enum RunnerError {
     /// The checkpoint folder cannot be read.
     #[error("cannot read the checkpoint")]
     Checkpoint(#[from] CheckpointError),
+    /// A file can no longer be read.
+    #[error("cannot read `{}`", path.display())]
+    Reading {
+        /// The file.
+        path: PathBuf,
+        /// The system's own words.
+        source: std::io::Error,
+    },
     /// The description of the model is unusable.
     #[error("cannot use `{path}` as a model")]
     Model {

@@ -157,6 +157,11 @@ impl<B: Backend> Pass<'_, B> {
         Ok(())
     }
 
+    /// Whether a result is looked at, or may be changed, before it goes on.
+    fn touches(&self, site: Site, layer: Option<usize>) -> bool {
+        self.check_finite || !self.steering.is_empty() || self.observer.wants(site, layer)
+    }
+
     fn steer(
         &self,
         backend: &B,
@@ -212,6 +217,18 @@ pub(crate) struct AttentionWeights<B: Backend> {
     pub(crate) compressor: Option<CompressorWeights<B>>,
     pub(crate) indexer: Option<IndexerWeights<B>>,
     pub(crate) rope: Arc<B::Rope>,
+}
+
+impl<B: Backend> AttentionWeights<B> {
+    /// All matrices that the layer's input is multiplied with.
+    fn inputs(&self) -> Vec<&B::Matrix> {
+        let mut matrices = vec![&self.q_a, &self.kv];
+        matrices.extend(self.compressor.iter().flat_map(|c| [&c.values, &c.gates]));
+        matrices.extend(
+            self.indexer.iter().flat_map(|i| [&i.compressor.values, &i.compressor.gates, &i.head_weights]),
+        );
+        matrices
+    }
 }
 
 /// Router and experts of one layer, (4.7).
@@ -288,6 +305,7 @@ impl<B: Backend> Network<B> {
 
     /// (4.2) One layer over the batch. `streams`: `[T, M * D]`, changed in place.
     /// `on_device`: tokens and positions of the batch; `caches`: this layer's cache of every sequence, read and continued.
+    /// With `go_on` the next layer's first step is taken as well: give the result to it as `begun`.
     ///
     /// # Errors
     /// If weights cannot be read, or a result is not finite and [`Pass::check_finite`] is set.
@@ -297,18 +315,22 @@ impl<B: Backend> Network<B> {
         backend: &B,
         index: usize,
         streams: &mut B::Tensor,
+        begun: Option<SublayerInput<B>>,
+        go_on: bool,
         batch: &Batch,
         on_device: &B::Places,
         caches: &mut [B::Cache],
         pass: &mut Pass<'_, B>,
-    ) -> Result<(), RunnerError> {
-        let b = backend;
+    ) -> Result<Option<SublayerInput<B>>, RunnerError> {
+        let (b, constants) = (backend, self.hyper_constants());
         let layer = &self.layers[index];
         let (at, places) = (Some(index), &batch.places[..]);
 
         // x [T, D], post [T, M], comb [T, M, M]
-        let SublayerInput { merged, normed: x, mix } =
-            b.hc_pre(streams, &layer.attention_mix, self.hyper_constants(), &layer.attention_norm)?;
+        let SublayerInput { merged, normed: x, mix } = match begun {
+            Some(input) => input,
+            None => b.hc_pre(streams, &layer.attention_mix, constants, &layer.attention_norm)?,
+        };
         pass.see(b, Site::AttentionCollapsed, at, places, &merged)?;
         pass.see(b, Site::AttentionPost, at, places, &mix.post)?;
         pass.see(b, Site::AttentionComb, at, places, &mix.comb)?;
@@ -317,19 +339,33 @@ impl<B: Backend> Network<B> {
         let mut y = self.attention(b, index, &x, batch, &row_places, caches, pass)?;
         pass.steer(b, index, |s| s.attention_scale, &mut y)?;
         pass.see(b, Site::AttentionOutput, at, places, &y)?;
-        b.hc_post(streams, &y, &mix)?;
 
         let SublayerInput { merged, normed: x, mix } =
-            b.hc_pre(streams, &layer.ffn_mix, self.hyper_constants(), &layer.ffn_norm)?;
+            b.hc_turn(streams, &y, None, &mix, &layer.ffn_mix, constants, &layer.ffn_norm)?;
         pass.see(b, Site::FfnCollapsed, at, places, &merged)?;
         pass.see(b, Site::FfnPost, at, places, &mix.post)?;
         pass.see(b, Site::FfnComb, at, places, &mix.comb)?;
         pass.see(b, Site::FfnInput, at, places, &x)?;
-        let mut y = self.ffn(b, index, &x, batch, &row_places, pass)?;
+        let (mut y, mut shared) = self.ffn(b, index, &x, batch, &row_places, pass)?;
+        if pass.touches(Site::FfnOutput, at)
+            && let Some(shared) = shared.take()
+        {
+            // (4.7.6)
+            b.add(&mut y, &shared)?;
+        }
         pass.steer(b, index, |s| s.ffn_scale, &mut y)?;
         pass.see(b, Site::FfnOutput, at, places, &y)?;
-        b.hc_post(streams, &y, &mix)?;
-        pass.see(b, Site::Streams, at, places, streams)
+
+        let next = self.layers.get(index + 1).filter(|_| go_on);
+        let begun = if let Some(next) = next {
+            let (weights, norm) = (&next.attention_mix, &next.attention_norm);
+            Some(b.hc_turn(streams, &y, shared.as_ref(), &mix, weights, constants, norm)?)
+        } else {
+            b.hc_post(streams, &y, shared.as_ref(), &mix)?;
+            None
+        };
+        pass.see(b, Site::Streams, at, places, streams)?;
+        Ok(begun)
     }
 
     /// (4.4) Attention over the whole batch, `pass.attention_tokens` at a time, in order. `x`, result: `[T, D]`.
@@ -378,13 +414,7 @@ impl<B: Backend> Network<B> {
         let (at, places) = (Some(index), &part.places[..]);
         let (head_dim, epsilon) = (h.head_dim as usize, h.rms_norm_eps);
 
-        // Everything that reads x, in one call.
-        let mut matrices = vec![&a.q_a, &a.kv];
-        matrices.extend(a.compressor.iter().flat_map(|c| [&c.values, &c.gates]));
-        matrices.extend(
-            a.indexer.iter().flat_map(|i| [&i.compressor.values, &i.compressor.gates, &i.head_weights]),
-        );
-        let mut products = b.linear_many(x, &matrices)?.into_iter();
+        let mut products = b.linear_many(x, &a.inputs())?.into_iter();
         let mut next = || products.next().expect("one product for each matrix");
 
         let (query, key_value) = (next(), next());
@@ -418,10 +448,10 @@ impl<B: Backend> Network<B> {
         })?;
 
         // (4.4.1) qr [C, q_lora]; (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
-        let qr = b.rms_norm(&query, &a.q_norm, epsilon)?;
-        pass.see(b, Site::QueryLora, at, places, &qr)?;
         let mut matrices = vec![&a.q_b];
         matrices.extend(a.indexer.iter().map(|i| &i.queries));
+        let qr = b.rms_norm(&query, &a.q_norm, epsilon)?;
+        pass.see(b, Site::QueryLora, at, places, &qr)?;
         let mut products = b.linear_many(&qr, &matrices)?.into_iter();
         let mut q = products.next().expect("one product for each matrix");
         b.q_finish(&mut q, head_dim, epsilon, &a.rope, row_places.clone())?;
@@ -463,7 +493,7 @@ impl<B: Backend> Network<B> {
         linear(b, &u, &a.output_b)
     }
 
-    /// (4.7) Routed experts and the shared one. `x`, result: `[T, D]`.
+    /// (4.7) Routed experts and the shared one, whose outputs are still to be added. `x`, results: `[T, D]`.
     fn ffn(
         &self,
         b: &B,
@@ -472,7 +502,7 @@ impl<B: Backend> Network<B> {
         batch: &Batch,
         row_places: &RowPlaces<'_, B>,
         pass: &mut Pass<'_, B>,
-    ) -> Result<B::Tensor, RunnerError> {
+    ) -> Result<(B::Tensor, Option<B::Tensor>), RunnerError> {
         let h = &self.hyper_parameters;
         let f = &self.layers[index].ffn;
         let (at, places) = (Some(index), &batch.places[..]);
@@ -508,15 +538,13 @@ impl<B: Backend> Network<B> {
             observer.expert(ExpertObservation { layer: index, expert, rows, weights, inputs, mids });
         };
         let tap = tapped.then_some(&mut show as &mut ExpertTap<'_>);
-        let mut y = b.routed_experts(x, &routing, &f.experts, h.swiglu_limit, tap)?;
+        let y = b.routed_experts(x, &routing, &f.experts, h.swiglu_limit, tap)?;
         pass.see(b, Site::RoutedOutput, at, places, &y)?;
 
-        // (4.7.6)
         b.together()?;
         let shared = shared.expect("computed above");
         pass.see(b, Site::SharedOutput, at, places, &shared)?;
-        b.add(&mut y, &shared)?;
-        Ok(y)
+        Ok((y, Some(shared)))
     }
 
     /// (4.3) Logits of the tokens whose streams are given, `[T, vocabulary]`.

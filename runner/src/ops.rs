@@ -390,13 +390,29 @@ pub trait Backend: Send + Sync {
         constants: HyperConstants,
         norm: &Self::Vector,
     ) -> Result<SublayerInput<Self>, RunnerError>;
-    /// (3.6) `hc_post`: mixes the sub-layer's output into the streams.
+    /// (3.6) `hc_post`: mixes the sub-layer's output, the sum of `output` and `second`, into the streams.
     fn hc_post(
         &self,
         streams: &mut Self::Tensor,
         output: &Self::Tensor,
+        second: Option<&Self::Tensor>,
         mix: &Mix<Self>,
     ) -> Result<(), RunnerError>;
+    /// [`Backend::hc_post`], then [`Backend::hc_pre`] of the sub-layer that follows.
+    #[expect(clippy::too_many_arguments, reason = "those of two operations")]
+    fn hc_turn(
+        &self,
+        streams: &mut Self::Tensor,
+        output: &Self::Tensor,
+        second: Option<&Self::Tensor>,
+        mix: &Mix<Self>,
+        weights: &HyperConnection<Self>,
+        constants: HyperConstants,
+        norm: &Self::Vector,
+    ) -> Result<SublayerInput<Self>, RunnerError> {
+        self.hc_post(streams, output, second, mix)?;
+        self.hc_pre(streams, weights, constants, norm)
+    }
     /// (3.6) `hc_head`, then (3.1) the norm: the streams merged, before and behind the norm, `[tokens, D]`.
     fn hc_head(
         &self,

@@ -53,6 +53,8 @@ pub struct Options {
     /// Whether a layer's weights are given back to the system once a batch has passed it; `None`: where the weights
     /// are more than the memory that is free. For the CPU. Results do not depend on it.
     pub release_weights: Option<bool>,
+    /// Most bytes of a device's memory that a model may take; `None`: what is free.
+    pub device_bytes: Option<u64>,
     /// Directions that are taken out of activations, one set after the other.
     pub steering: Vec<Arc<Steering>>,
     /// Whether a GPU records the pass over a single token once and repeats it for every next one. Results do not
@@ -75,6 +77,7 @@ impl Default for Options {
             check_finite: false,
             widen_up_to_bytes: 512 << 20,
             release_weights: None,
+            device_bytes: None,
             steering: Vec::new(),
             record_steps: true,
             level: Level::detect(),

@@ -9,6 +9,8 @@ use anyhow::Context;
 use clap::Args;
 use gguf_tools::account::{Account, AccountOptions, TokenBytes, bytes_per_token_of};
 use runner::bandwidth::read_bandwidth;
+use runner::cuda::Gpu;
+use runner::cuda::self_test::kernel_times;
 use runner::logits::argmax;
 use runner::ops::Work;
 use runner::weights::{WeightSource, open_source};
@@ -30,7 +32,7 @@ pub(super) struct Arguments {
         short,
         long,
         value_name = "FILE|DIR",
-        required_unless_present = "synthetic",
+        required_unless_present_any = ["synthetic", "kernels"],
         help_heading = "Model"
     )]
     model: Option<PathBuf>,
@@ -62,6 +64,10 @@ pub(super) struct Arguments {
     /// Print the time of every kernel instead (on a GPU).
     #[arg(long)]
     profile: bool,
+    /// Print the time of every matrix kernel alone as JSON instead (on a GPU), on the whole device and on 48
+    /// multiprocessors, with random weights at the shapes of Flash; only those whose name contains TEXT, if given.
+    #[arg(long, value_name = "TEXT", num_args = 0..=1, default_missing_value = "", conflicts_with_all = ["profile", "model", "synthetic"])]
+    kernels: Option<String>,
     /// Write the measurements to a CSV file too, line by line as they come.
     #[arg(long, value_name = "FILE")]
     csv: Option<PathBuf>,
@@ -122,6 +128,9 @@ struct Machine {
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     arguments.check()?;
+    if let Some(wanted) = &arguments.kernels {
+        return print_kernels(wanted);
+    }
     let options = arguments.compute.options()?;
     let (source, token_bytes) = arguments.source()?;
     print_memory_plan(source.as_ref(), &options);
@@ -155,6 +164,22 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         print(&format!("{}\n{}", table(&COLUMNS, 0, &cells), machine.legend(arguments.bandwidth.is_some())))?;
     }
     Ok(if interrupted() { ExitCode::from(130) } else { ExitCode::SUCCESS })
+}
+
+/// Time of every matrix kernel whose name contains `wanted`.
+fn print_kernels(wanted: &str) -> anyhow::Result<ExitCode> {
+    let gpu = Gpu::open(0)?;
+    let mut times = Vec::new();
+    kernel_times(&gpu, wanted, &mut |time| {
+        eprintln!(
+            "{:>3} multiprocessors  {:<60} {:>9.2} us {:>7.1} GB/s",
+            time.multiprocessors, time.kernel, time.microseconds, time.gigabytes_per_second
+        );
+        times.push(time.clone());
+    })?;
+    let facts = gpu.device.facts();
+    print_json(&json!({ "device": facts.name, "driver": facts.driver, "kernels": times }))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 impl Arguments {

@@ -16,6 +16,7 @@ use runner::tokenizer::Tokenizer;
 use runner::weights::{SyntheticSource, WeightSource, open_source};
 use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
 
+use super::UsageError;
 use super::arguments::recipe_named;
 use super::steering::SteeringArguments;
 use crate::render::units;
@@ -53,6 +54,10 @@ pub(super) struct ComputeArguments {
     /// Threads; all processors if left out. Results do not depend on it.
     #[arg(short, long, value_name = "N", default_value_t = 0)]
     threads: usize,
+    /// Most memory of the GPU that the model may take, in GiB; what is free if left out. On a GPU that shares the machine's
+    /// memory: all of it less 12 GiB, and no more than is available.
+    #[arg(long, value_name = "GiB")]
+    device_memory: Option<f64>,
     /// Look through every result for NaN and infinities and name the first layer and operation with one.
     #[arg(long)]
     check_finite: bool,
@@ -62,6 +67,15 @@ impl ComputeArguments {
     /// Threads as asked for: 0 for all processors.
     pub(super) fn n_threads(&self) -> usize {
         self.threads
+    }
+
+    fn device_bytes(&self) -> Result<Option<u64>, UsageError> {
+        match self.device_memory {
+            Some(gib) if !(gib > 0.0 && gib.is_finite()) => {
+                Err(UsageError("--device-memory: GiB must be more than 0".to_owned()))
+            }
+            gib => Ok(gib.map(|gib| (gib * (1_u64 << 30) as f64) as u64)),
+        }
     }
 
     pub(super) fn options(&self) -> anyhow::Result<Options> {
@@ -82,6 +96,7 @@ impl ComputeArguments {
             n_threads: self.threads,
             context_limit: self.context,
             check_finite: self.check_finite,
+            device_bytes: self.device_bytes()?,
             // Kernels for many tokens want many, and a GPU that holds the model has room for their queries.
             attention_tokens: if processor == Processor::Cpu {
                 plain.attention_tokens

@@ -217,6 +217,12 @@ impl Gguf {
         })
     }
 
+    /// The file that a tensor's data is in, and where it begins there, in bytes.
+    pub fn location(&self, tensor: &TensorInfo) -> (&Path, u64) {
+        let shard = &self.shards[tensor.shard_index];
+        (&shard.path, shard.data_offset_bytes.saturating_add(tensor.offset_bytes))
+    }
+
     /// All bytes of one shard.
     pub fn shard_bytes(&self, shard_index: usize) -> &[u8] {
         self.maps[shard_index].as_deref().unwrap_or_default()

@@ -314,11 +314,17 @@ impl Backend for CpuBackend {
         &self,
         streams: &mut CpuTensor,
         output: &CpuTensor,
+        second: Option<&CpuTensor>,
         mix: &Mix<Self>,
     ) -> Result<(), RunnerError> {
         let width = streams.width;
         for_rows(&mut streams.values, width, width * mix.post.width, |token, streams| {
-            hyper::mix_in(streams, output.row(token), mix.post.row(token), mix.comb.row(token));
+            let (mut y, (post, comb)) =
+                (Cow::from(output.row(token)), (mix.post.row(token), mix.comb.row(token)));
+            if let Some(second) = second {
+                y.to_mut().iter_mut().zip(second.row(token)).for_each(|(y, second)| *y += second);
+            }
+            hyper::mix_in(streams, &y, post, comb);
         });
         Ok(())
     }

@@ -12,6 +12,7 @@ use gguf_tools::model::HyperParameters;
 use super::cache::{CudaCache, Storage};
 use super::driver::{Arguments, Graph, KernelShare, Launch, PinnedBuffer, View};
 use super::error::CudaError;
+use super::loading::Loading;
 use super::matrix::{ExpertMatrices, Matrix, Pass, Routed, Workspace};
 use super::module::Gpu;
 use super::pool::{Pool, PoolBuffer};
@@ -41,6 +42,8 @@ pub struct CudaBackend {
     /// Whether single tokens are computed now, see [`Work`].
     single_tokens: AtomicBool,
     workspaces: Mutex<Workspaces>,
+    /// While weights are loaded.
+    loading: Mutex<Option<Loading>>,
 }
 
 /// Memory for matrix products. Recorded passes hold the addresses of earlier ones, so none is ever given back.
@@ -140,8 +143,7 @@ impl CudaBackend {
         let h = source.hyper_parameters();
         check_shapes(h)?;
         let gpu = Gpu::open(ordinal)?;
-        let (free, total) = gpu.device.memory()?;
-        super::plan::Plan::new(source.as_ref(), options).check(&gpu, free, total)?;
+        super::plan::Plan::new(source.as_ref(), options).check(&gpu, options.device_bytes)?;
         let kept = Pool::new(&gpu.device);
         let most_rows = options.attention_tokens.min(options.batch_tokens);
         let storage = Storage {
@@ -162,6 +164,7 @@ impl CudaBackend {
             turn: Mutex::new(()),
             single_tokens: AtomicBool::new(false),
             workspaces: Mutex::new(Workspaces { now, n_bytes: 0, earlier: Vec::new() }),
+            loading: Mutex::default(),
             gpu,
         })
     }
@@ -281,7 +284,20 @@ impl CudaBackend {
         }
         if let Some(block_type) = source.block_type(tensor) {
             let bytes = source.blocks(tensor, first_row..first_row + rows)?;
-            return Ok(Matrix::load(&self.gpu, block_type, rows, columns, bytes)?);
+            let mut matrix = Matrix::empty(&self.gpu, block_type, rows, columns)?;
+            let extent = source.extent(tensor, first_row).filter(|_| bytes.len() >= READ_BYTES);
+            if let Some(extent) = extent {
+                let mut loading = self.loading.lock().unwrap_or_else(PoisonError::into_inner);
+                let loading = match &mut *loading {
+                    Some(loading) => loading,
+                    none => none.insert(Loading::new(&self.gpu)?),
+                };
+                if loading.fill(&self.gpu, &mut matrix, &extent)? {
+                    return Ok(matrix);
+                }
+            }
+            matrix.load_rows(&self.gpu, 0, bytes)?;
+            return Ok(matrix);
         }
         // A checkpoint folder: widened.
         let mut matrix = Matrix::empty(&self.gpu, BlockType::F32, rows, columns)?;
@@ -295,41 +311,85 @@ impl CudaBackend {
         Ok(matrix)
     }
 
-    /// The mixer's products with each slice of the streams, `[tokens, slices, n + 1]`, sums of squares last.
-    fn hyper_partials(
+    /// The mixer as the kernels take it: name of the type, and where it is; widened into `room` where it must be.
+    fn mixer_values(
         &self,
-        streams: &CudaTensor,
         mixer: &Matrix,
-    ) -> Result<(CudaTensor, usize), RunnerError> {
-        let (n, width, tokens) = (mixer.rows(), streams.width, streams.tokens);
-        let widened = match mixer.block_type() {
-            BlockType::F16 | BlockType::F32 => None,
-            _ => {
-                let mut widened = self.tensor(n, width)?;
-                mixer.take_rows(&self.gpu, self.counting.slice(0..n), 1, &mut widened.values.view_mut())?;
-                Some(widened)
-            }
+        room: &mut Option<CudaTensor>,
+    ) -> Result<(&'static str, u64), RunnerError> {
+        let (n, width) = (mixer.rows(), mixer.columns());
+        let values = match mixer.block_type() {
+            BlockType::F16 => return Ok(("F16", mixer.values_as_stored().address())),
+            BlockType::F32 => return Ok(("F32", mixer.values_as_stored().address())),
+            _ => room.insert(self.tensor(n, width)?),
         };
+        mixer.take_rows(&self.gpu, self.counting.slice(0..n), 1, &mut values.values.view_mut())?;
+        Ok(("F32", values.values.view().address()))
+    }
+
+    /// The mixer's products with each slice of the streams, `[tokens, n + 1, slices]`, sums of squares last.
+    fn hyper_partials(&self, streams: &CudaTensor, mixer: &Matrix) -> Result<CudaTensor, RunnerError> {
+        let (n, width, tokens) = (mixer.rows(), streams.width, streams.tokens);
+        let mut room = None;
+        let (name, mixer) = self.mixer_values(mixer, &mut room)?;
         let n_slices = width.div_ceil(SLICE);
         let mut partials = self.tensor(tokens, n_slices * (n + 1))?;
-        let arguments = Arguments::new().read(streams.values.view());
-        let (name, arguments) = match (&widened, mixer.block_type()) {
-            (Some(widened), _) => ("F32", arguments.read(widened.values.view())),
-            (None, BlockType::F16) => ("F16", arguments.read(mixer.values_as_stored())),
-            (None, _) => ("F32", arguments.read(mixer.values_as_stored())),
-        };
-        let arguments =
-            arguments.write(&partials.values.view_mut()).int(tokens).int(width).int(n).int(MIX_TOKENS);
         let shape = Launch::new(n_slices, 256).by(tokens.div_ceil(MIX_TOKENS));
+        let arguments = Arguments::new()
+            .read(streams.values.view())
+            .long(mixer)
+            .write(&partials.values.view_mut())
+            .int(tokens)
+            .int(width)
+            .int(n)
+            .int(n_slices)
+            .int(MIX_TOKENS);
         let at_once = if tokens == 1 { 1 } else { 4 };
         self.launch("hyper", &format!("hc_mix_{name}_{at_once}"), shape, arguments)?;
-        Ok((partials, n_slices))
+        Ok(partials)
+    }
+
+    /// (3.6) `hc_post`, and the products of [`CudaBackend::hyper_partials`] with what comes of it.
+    fn turn_streams(
+        &self,
+        streams: &mut CudaTensor,
+        output: &CudaTensor,
+        second: Option<&CudaTensor>,
+        mix: &Mix<Self>,
+        mixer: &Matrix,
+    ) -> Result<CudaTensor, RunnerError> {
+        let (n, m, tokens) = (mixer.rows(), mix.post.width, streams.tokens);
+        let mut room = None;
+        let (name, mixer) = self.mixer_values(mixer, &mut room)?;
+        let n_slices = streams.width / SLICE;
+        let mut partials = self.tensor(tokens, n_slices * (n + 1))?;
+        let mut turned = self.tensor(tokens, streams.width)?;
+        let shape = Launch::new(n_slices, 256).by(tokens);
+        let arguments = Arguments::new().read(streams.values.view()).read(output.values.view());
+        let arguments = match second {
+            Some(second) => arguments.read(second.values.view()),
+            None => arguments.null(),
+        };
+        let arguments = arguments
+            .read(mix.post.values.view())
+            .read(mix.comb.values.view())
+            .write(&turned.values.view_mut())
+            .long(mixer)
+            .write(&partials.values.view_mut())
+            .int(output.width)
+            .int(m)
+            .int(n)
+            .int(n_slices);
+        self.launch("hyper", &format!("hc_turn_{name}"), shape, arguments)?;
+        *streams = turned;
+        Ok(partials)
     }
 
     /// (3.6), (3.1) The streams merged, before and behind the norm; `mix`: post and comb weights to be written.
     fn merge_streams(
         &self,
         streams: &CudaTensor,
+        partials: &CudaTensor,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
         norm: &CudaVector,
@@ -337,7 +397,6 @@ impl CudaBackend {
     ) -> Result<(CudaTensor, CudaTensor), RunnerError> {
         let (m, tokens) = (constants.n_streams, streams.tokens);
         let width = streams.width / m;
-        let (partials, n_slices) = self.hyper_partials(streams, &weights.mixer)?;
         let mut x = self.tensor(tokens, width)?;
         let mut normed = self.tensor(tokens, width)?;
         let arguments = Arguments::new()
@@ -355,12 +414,29 @@ impl CudaBackend {
         let arguments = arguments
             .int(width)
             .int(m)
-            .int(n_slices)
+            .int(streams.width.div_ceil(SLICE))
             .int(constants.sinkhorn_iterations)
             .float(constants.epsilon)
             .float(constants.rms_epsilon);
         self.launch("hyper", "hc_pre", Launch::new(tokens, 544), arguments)?;
         Ok((x, normed))
+    }
+
+    /// What `hc_pre` gives, from the mixer's products.
+    fn sublayer_input(
+        &self,
+        streams: &CudaTensor,
+        partials: &CudaTensor,
+        weights: &HyperConnection<Self>,
+        constants: HyperConstants,
+        norm: &CudaVector,
+    ) -> Result<SublayerInput<Self>, RunnerError> {
+        let (m, tokens) = (constants.n_streams, streams.tokens);
+        let mut post = self.tensor(tokens, m)?;
+        let mut comb = self.tensor(tokens, m * m)?;
+        let parts = Some((&mut post, &mut comb));
+        let (merged, normed) = self.merge_streams(streams, partials, weights, constants, norm, parts)?;
+        Ok(SublayerInput { merged, normed, mix: Mix { post, comb } })
     }
 }
 
@@ -371,8 +447,13 @@ const MOST_MIXES: usize = 40;
 /// Tokens for which a slice of the mixer stays in registers.
 const MIX_TOKENS: usize = 32;
 
+/// Threads of a block that chooses experts, as in the kernel.
+const ROUTING_THREADS: u32 = 128;
+
 /// For how long the device waits before kernels are measured.
 const WAIT_NANOSECONDS: u64 = 40_000_000;
+/// Matrices of fewer bytes are copied from where they are mapped.
+const READ_BYTES: usize = 1 << 20;
 /// Values of a checkpoint's matrix that are widened at once.
 const WIDENED_VALUES: usize = 16 << 20;
 
@@ -419,6 +500,8 @@ impl Backend for CudaBackend {
 
     fn turn(&self, work: Work) -> Result<Option<MutexGuard<'_, ()>>, RunnerError> {
         let turn = self.turn.lock().unwrap_or_else(PoisonError::into_inner);
+        // Who computes has loaded.
+        self.loading.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.single_tokens.store(work == Work::Token, Ordering::Relaxed);
         Ok(Some(turn))
     }
@@ -630,23 +713,41 @@ impl Backend for CudaBackend {
         constants: HyperConstants,
         norm: &CudaVector,
     ) -> Result<SublayerInput<Self>, RunnerError> {
-        let (m, tokens) = (constants.n_streams, streams.tokens);
-        let mut post = self.tensor(tokens, m)?;
-        let mut comb = self.tensor(tokens, m * m)?;
-        let parts = Some((&mut post, &mut comb));
-        let (merged, normed) = self.merge_streams(streams, weights, constants, norm, parts)?;
-        Ok(SublayerInput { merged, normed, mix: Mix { post, comb } })
+        let partials = self.hyper_partials(streams, &weights.mixer)?;
+        self.sublayer_input(streams, &partials, weights, constants, norm)
+    }
+
+    fn hc_turn(
+        &self,
+        streams: &mut CudaTensor,
+        output: &CudaTensor,
+        second: Option<&CudaTensor>,
+        mix: &Mix<Self>,
+        weights: &HyperConnection<Self>,
+        constants: HyperConstants,
+        norm: &CudaVector,
+    ) -> Result<SublayerInput<Self>, RunnerError> {
+        if !self.single_tokens() || !output.width.is_multiple_of(SLICE) {
+            self.hc_post(streams, output, second, mix)?;
+            return self.hc_pre(streams, weights, constants, norm);
+        }
+        let partials = self.turn_streams(streams, output, second, mix, &weights.mixer)?;
+        self.sublayer_input(streams, &partials, weights, constants, norm)
     }
 
     fn hc_post(
         &self,
         streams: &mut CudaTensor,
         output: &CudaTensor,
+        second: Option<&CudaTensor>,
         mix: &Mix<Self>,
     ) -> Result<(), RunnerError> {
-        let arguments = Arguments::new()
-            .write(&streams.values.view_mut())
-            .read(output.values.view())
+        let arguments = Arguments::new().write(&streams.values.view_mut()).read(output.values.view());
+        let arguments = match second {
+            Some(second) => arguments.read(second.values.view()),
+            None => arguments.null(),
+        };
+        let arguments = arguments
             .read(mix.post.values.view())
             .read(mix.comb.values.view())
             .int(output.width)
@@ -661,7 +762,8 @@ impl Backend for CudaBackend {
         constants: HyperConstants,
         norm: &CudaVector,
     ) -> Result<(CudaTensor, CudaTensor), RunnerError> {
-        self.merge_streams(streams, weights, constants, norm, None)
+        let partials = self.hyper_partials(streams, &weights.mixer)?;
+        self.merge_streams(streams, &partials, weights, constants, norm, None)
     }
 
     fn rms_norm(
@@ -671,13 +773,14 @@ impl Backend for CudaBackend {
         epsilon: f32,
     ) -> Result<CudaTensor, RunnerError> {
         let mut output = self.tensor(input.tokens, input.width)?;
+        let shape = Launch::new(input.tokens, row_threads(input.width));
         let arguments = Arguments::new()
             .read(input.values.view())
             .read(weights.values.view())
             .write(&output.values.view_mut())
             .int(input.width)
             .float(epsilon);
-        self.launch("rows", "rms_norm", Launch::new(input.tokens, row_threads(input.width)), arguments)?;
+        self.launch("rows", "rms_norm", shape, arguments)?;
         Ok(output)
     }
 
@@ -833,7 +936,7 @@ impl Backend for CudaBackend {
                 ("route_by_table", Launch::new(tokens.div_ceil(8), 256), arguments)
             }
             Rule::Bias(bias) => {
-                ("route_by_score", Launch::new(tokens.div_ceil(8), 256), arguments.read(bias.view()))
+                ("route_by_score", Launch::new(tokens, ROUTING_THREADS), arguments.read(bias.view()))
             }
         };
         let arguments = arguments

@@ -60,8 +60,9 @@ pub enum CudaError {
     },
     /// The model does not fit.
     #[error(
-        "{name}: need {need} GiB = {parts}; free {free} of {total} GiB. \
-         Close other programs that use the device, ask for a shorter context, or use `--backend cpu`"
+        "{name}: need {need} GiB = {parts}; there may be {room} of {total} GiB. \
+         Close other programs that use the device, raise `--device-memory` if it was given, ask for a shorter context, \
+         or use `--backend cpu`"
     )]
     TooLarge {
         /// Name of the device.
@@ -70,8 +71,8 @@ pub enum CudaError {
         need: String,
         /// What for.
         parts: String,
-        /// Free GiB.
-        free: String,
+        /// GiB that it may take, and why no more.
+        room: String,
         /// All GiB of the device.
         total: String,
     },

@@ -13,6 +13,7 @@ mod cache;
 pub mod check;
 pub mod driver;
 mod error;
+mod loading;
 pub mod matrix;
 pub mod module;
 mod plan;

@@ -4,7 +4,7 @@ use super::error::CudaError;
 use super::module::Gpu;
 use crate::ops::Numerics;
 use crate::session::Options;
-use crate::weights::WeightSource;
+use crate::weights::{WeightSource, host_memory};
 use gguf_tools::model::TensorTable;
 
 /// Bytes that a model takes on a device.
@@ -75,9 +75,12 @@ impl Plan {
         [self.weights, self.cache, self.scratch, self.reserve].into_iter().fold(0, u64::saturating_add)
     }
 
-    /// Refuses what does not fit, with the arithmetic.
-    pub(super) fn check(&self, gpu: &Gpu, free: usize, total: usize) -> Result<(), CudaError> {
-        if self.total() <= free as u64 {
+    /// Refuses what does not fit, with the arithmetic. `budget`: what the caller allows at most.
+    pub(super) fn check(&self, gpu: &Gpu, budget: Option<u64>) -> Result<(), CudaError> {
+        let (free, total) = gpu.device.memory()?;
+        let host = if gpu.device.facts().integrated { host_memory() } else { None };
+        let (room, why) = room(budget, free as u64, host);
+        if self.total() <= room {
             return Ok(());
         }
         let gib = |bytes: u64| format!("{:.2}", bytes as f64 / (1_u64 << 30) as f64);
@@ -92,8 +95,47 @@ impl Plan {
                 gib(self.scratch),
                 gib(self.reserve)
             ),
-            free: gib(free as u64),
+            room: format!("{} ({why})", gib(room)),
             total: gib(total as u64),
         })
+    }
+}
+
+/// What stays free for the system where host and device share one memory: if it runs out there, the machine stands still.
+const SYSTEM_BYTES: u64 = 12 << 30;
+
+/// Bytes that a model may take, and why no more. `host`: all and available memory of a machine whose device shares it. What
+/// the driver calls free there moves with the system's cache and is not looked at.
+fn room(budget: Option<u64>, free: u64, host: Option<(u64, u64)>) -> (u64, &'static str) {
+    let limits = match host {
+        None => vec![(free, "free on the device")],
+        Some((total, available)) => vec![
+            (total.saturating_sub(SYSTEM_BYTES), "all memory less 12 GiB for the system"),
+            (available, "memory that is available"),
+        ],
+    };
+    let asked = budget.map(|budget| (budget, "the limit that was set"));
+    limits.into_iter().chain(asked).min_by_key(|&(bytes, _)| bytes).unwrap_or((free, "free on the device"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GIB: u64 = 1 << 30;
+
+    #[test]
+    fn a_budget_only_lowers_what_a_device_has() {
+        assert_eq!(room(None, 15 * GIB, None).0, 15 * GIB);
+        assert_eq!(room(Some(14 * GIB), 15 * GIB, None), (14 * GIB, "the limit that was set"));
+        assert_eq!(room(Some(16 * GIB), 15 * GIB, None).0, 15 * GIB);
+    }
+
+    #[test]
+    fn shared_memory_keeps_room_for_the_system_whatever_the_driver_calls_free() {
+        let spark = |available| room(None, 30 * GIB, Some((119 * GIB, available))).0;
+        assert_eq!(spark(115 * GIB), 107 * GIB);
+        assert_eq!(spark(90 * GIB), 90 * GIB);
+        assert_eq!(room(Some(85 * GIB), 0, Some((119 * GIB, 115 * GIB))).0, 85 * GIB);
     }
 }

@@ -8,7 +8,7 @@ use gguf_tools::block::BlockType;
 use gguf_tools::gguf::Gguf;
 use gguf_tools::model::HyperParameters;
 
-use super::{FoundTensor, WeightSource};
+use super::{FileExtent, FoundTensor, WeightSource};
 use crate::error::RunnerError;
 
 /// A GGUF file (or split set) as a source of weights, in any block type that can be computed with.
@@ -98,6 +98,13 @@ impl WeightSource for GgufSource {
 
     fn mapped_bytes(&self) -> u64 {
         self.file.tensors().iter().map(|tensor| tensor.n_bytes).fold(0, u64::saturating_add)
+    }
+
+    fn extent(&self, tensor: usize, first_row: usize) -> Option<FileExtent<'_>> {
+        let info = &self.file.tensors()[tensor];
+        let row_bytes = info.block_type.row_bytes(info.shape.last().copied().unwrap_or(1))?;
+        let (path, start) = self.file.location(info);
+        Some(FileExtent { path, offset: start.checked_add(row_bytes.checked_mul(first_row as u64)?)? })
     }
 
     fn mapped(&self, tensor: usize) -> &[u8] {

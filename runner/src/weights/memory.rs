@@ -14,9 +14,19 @@ pub(crate) fn available_bytes() -> Option<u64> {
     free.into_iter().chain(limits).min()
 }
 
-/// `MemAvailable` of `/proc/meminfo`.
+/// All memory of the machine, and [`available_bytes`].
+pub(crate) fn host_memory() -> Option<(u64, u64)> {
+    let text = read_to_string("/proc/meminfo").ok()?;
+    Some((field_of(&text, "MemTotal:")?, available_bytes()?))
+}
+
 fn available_of(text: &str) -> Option<u64> {
-    let line = text.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    field_of(text, "MemAvailable:")
+}
+
+/// A field of `/proc/meminfo` in bytes.
+fn field_of(text: &str, name: &str) -> Option<u64> {
+    let line = text.lines().find_map(|line| line.strip_prefix(name))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 

@@ -7,7 +7,7 @@ mod memory;
 mod synthetic;
 
 pub(crate) use ahead::ReadAhead;
-pub(crate) use memory::available_bytes;
+pub(crate) use memory::{available_bytes, host_memory};
 
 pub use checkpoint::CheckpointSource;
 pub use gguf::GgufSource;
@@ -38,6 +38,15 @@ pub struct GeneratedRows {
     pub block_type: BlockType,
     /// What they depend on besides type, width and number of the row.
     pub seed: u64,
+}
+
+/// Where a tensor's bytes lie in a file, in one piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FileExtent<'a> {
+    /// The file.
+    pub path: &'a Path,
+    /// Where the bytes begin in it.
+    pub offset: u64,
 }
 
 /// Weights by their GGUF names. All outer dimensions of a tensor are folded into rows.
@@ -73,6 +82,11 @@ pub trait WeightSource: Send + Sync {
     /// Bytes of all weights, if they are mapped.
     fn mapped_bytes(&self) -> u64 {
         0
+    }
+    /// Where the blocks of rows from `first_row` on lie, for those who read the file themselves; the caller has looked at
+    /// them with [`WeightSource::blocks`], which finds a cut-off file.
+    fn extent(&self, _tensor: usize, _first_row: usize) -> Option<FileExtent<'_>> {
+        None
     }
     /// A tensor as it is mapped; empty where that is not in one piece.
     fn mapped(&self, _tensor: usize) -> &[u8] {

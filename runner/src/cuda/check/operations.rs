@@ -215,8 +215,12 @@ fn streams<B: Backend>(lab: &Lab<'_, B>, tokens: usize, width: usize) -> Result<
         ("post", m, lab.read(&mix.post)?),
         ("comb", m * m, lab.read(&mix.comb)?),
     ];
-    b.hc_post(&mut state, &lab.noise(4, tokens, width)?, &mix)?;
+    let (output, second) = (lab.noise(4, tokens, width)?, lab.noise(7, tokens, width)?);
+    b.hc_post(&mut state, &output, None, &mix)?;
     results.push(("mixed", m * width, lab.read(&state)?));
+    let turned = b.hc_turn(&mut state, &output, Some(&second), &mix, &weights, constants, &norm)?;
+    results.push(("turned", m * width, lab.read(&state)?));
+    results.push(("merged once more", width, lab.read(&turned.merged)?));
     let head = HyperConnection {
         mixer: lab.random(BlockType::F32, m, m * width, 2)?,
         scale: b.vector(vec![0.7])?,

@@ -261,8 +261,11 @@ static __device__ __forceinline__ void attend(
 extern "C" __global__ void join_parts(
     const float* parts, const float* sinks, const float* frequencies, const int* positions, float* output, int width,
     int n_heads, int n_rotary, int kind, int window, int ratio, int top_k, int n_parts, int keys_per_part) {
+    int token = blockIdx.x / n_heads, head = blockIdx.x % n_heads, channel = 2 * threadIdx.x;
+    int rotary = channel - (width - 2 * n_rotary);
+    float sink = sinks[head], frequency = rotary >= 0 ? frequencies[rotary / 2] : 0.0f;
     await_previous();
-    int token = blockIdx.x / n_heads, head = blockIdx.x % n_heads, position = positions[token], channel = 2 * threadIdx.x;
+    int position = positions[token];
     Keys<float> keys = keys_of<float>(0, 0, 0, kind, position, token, 0, window, ratio, top_k);
     int n = (keys.n_keys + keys_per_part - 1) / keys_per_part, stride = PART_HEADER + width;
     const float* in = parts + (u64)blockIdx.x * n_parts * stride;
@@ -283,12 +286,11 @@ extern "C" __global__ void join_parts(
             all.join(part);
         }
     }
-    float sink = sinks[head], largest = fmaxf(all.largest, sink), keep = expf(all.largest - largest);
+    float largest = fmaxf(all.largest, sink), keep = expf(all.largest - largest);
     float factor = keep / fmaf(all.sum, keep, expf(sink - largest));
     float2 pair = {all.values[0] * factor, all.values[1] * factor};
-    int rotary = channel - (width - 2 * n_rotary);
     if (rotary >= 0) {
-        float2 angle = rotary_angle(position, frequencies[rotary / 2]);
+        float2 angle = rotary_angle(position, frequency);
         angle.y = -angle.y;
         pair = rotate(pair, angle);
     }

@@ -22,56 +22,129 @@ static __device__ __forceinline__ void load_8(const u16* from, float* v) {
     }
 }
 
-// Products of the mixer [n, width] with a slice of the streams, and the slice's sum of squares behind them:
-// partials [T, n + 1, slices]. Grid: slices by groups of tokens; 8 warps; width a multiple of 8.
-template <typename W, int TOKENS_AT_ONCE>
-static __device__ __forceinline__ void hc_mix(
-    const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, at = blockIdx.x * SLICE + lane * 8;
-    bool inside = at < width;
+// A warp's rows of a slice of the mixer, eight columns a lane.
+template <typename W> struct MixerSlice {
     float weights[MIXER_ROWS][8];
+
+    __device__ __forceinline__ void load(const W* mixer, int width, int n) {
+        int warp = threadIdx.x >> 5, at = blockIdx.x * SLICE + (threadIdx.x & 31) * 8;
 #pragma unroll
-    for (int r = 0; r < MIXER_ROWS; r++) {
-        int row = warp + 8 * r;
+        for (int r = 0; r < MIXER_ROWS; r++) {
+            int row = warp + 8 * r;
 #pragma unroll
-        for (int i = 0; i < 8; i++) weights[r][i] = 0.0f;
-        if (row < n && inside) load_8(mixer + (u64)row * width + at, weights[r]);
-    }
-    int first = blockIdx.y * group, end = min(first + group, n_tokens);
-    for (int token = first; token < end; token += TOKENS_AT_ONCE) {
-        float x[TOKENS_AT_ONCE][8], sums[TOKENS_AT_ONCE];
-#pragma unroll
-        for (int t = 0; t < TOKENS_AT_ONCE; t++) {
-#pragma unroll
-            for (int i = 0; i < 8; i++) x[t][i] = 0.0f;
-            if (inside) load_8(streams + (u64)min(token + t, end - 1) * width + at, x[t]);
+            for (int i = 0; i < 8; i++) weights[r][i] = 0.0f;
+            if (row < n && at < width) load_8(mixer + (u64)row * width + at, weights[r]);
         }
-        float* out = partials + (u64)token * (n + 1) * gridDim.x + blockIdx.x;
+    }
+
+    // Products with the streams of some tokens, and their sums of squares: partials [T, n + 1, slices].
+    template <int TOKENS>
+    __device__ __forceinline__ void multiply(const float (&x)[TOKENS][8], float* out, int n, int n_slices, int n_tokens) {
+        int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
         // Behind the last row of the mixer comes the sum of squares.
 #pragma unroll
         for (int r = 0; r <= MIXER_ROWS; r++) {
             int row = r < MIXER_ROWS ? warp + 8 * r : n;
             if (r < MIXER_ROWS ? row >= n : warp != 7) continue;
+            float sums[TOKENS];
 #pragma unroll
-            for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+            for (int t = 0; t < TOKENS; t++) {
                 sums[t] = 0.0f;
 #pragma unroll
-                for (int i = 0; i < 8; i++) sums[t] = fmaf(r < MIXER_ROWS ? weights[min(r, MIXER_ROWS - 1)][i] : x[t][i], x[t][i], sums[t]);
+                for (int i = 0; i < 8; i++)
+                    sums[t] = fmaf(r < MIXER_ROWS ? weights[min(r, MIXER_ROWS - 1)][i] : x[t][i], x[t][i], sums[t]);
             }
 #pragma unroll
-            for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+            for (int t = 0; t < TOKENS; t++) {
                 sums[t] = warp_sum(sums[t]);
-                if (lane == 0 && token + t < end) out[(u64)(t * (n + 1) + row) * gridDim.x] = sums[t];
+                if (lane == 0 && t < n_tokens) out[(u64)(t * (n + 1) + row) * n_slices + blockIdx.x] = sums[t];
             }
         }
     }
+};
+
+// Products of the mixer [n, width] with a slice of the streams, and the slice's sum of squares behind them:
+// partials [T, n + 1, slices]. Grid: slices by groups of tokens; 8 warps; width a multiple of 8.
+template <typename W, int TOKENS_AT_ONCE>
+static __device__ __forceinline__ void hc_mix(
+    const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int n_slices, int group) {
+    int at = blockIdx.x * SLICE + (threadIdx.x & 31) * 8;
+    MixerSlice<W> slice;
+    slice.load(mixer, width, n);
+    await_previous();
+    int first = blockIdx.y * group, end = min(first + group, n_tokens);
+    for (int token = first; token < end; token += TOKENS_AT_ONCE) {
+        float x[TOKENS_AT_ONCE][8];
+#pragma unroll
+        for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[t][i] = 0.0f;
+            if (at < width) load_8(streams + (u64)min(token + t, end - 1) * width + at, x[t]);
+        }
+        slice.multiply(x, partials + (u64)token * (n + 1) * n_slices, n, n_slices, end - token);
+    }
+}
+
+// X'[k] = post_k y + sum over j of C[j, k] X[j], for one k and as many columns as there are.
+template <int COLUMNS>
+static __device__ __forceinline__ void turn_stream(
+    const float (&y)[COLUMNS], const float (&old)[5][COLUMNS], float post, const float (&comb)[5], int m, float (&mixed)[COLUMNS]) {
+#pragma unroll
+    for (int i = 0; i < COLUMNS; i++) mixed[i] = post * y[i];
+#pragma unroll
+    for (int j = 0; j < 5; j++)
+        if (j < m) {
+#pragma unroll
+            for (int i = 0; i < COLUMNS; i++) mixed[i] = fmaf(comb[j], old[j][i], mixed[i]);
+        }
+}
+
+// `hc_post`, written to other memory since blocks read what others change, and `hc_mix` of what comes of it, with the bits
+// of those two. One slice lies in one stream: d is a multiple of SLICE. Grid: slices by tokens.
+template <typename W>
+static __device__ __forceinline__ void hc_turn(
+    const float* all_streams, const float* output, const float* second, const float* post, const float* comb, float* turned,
+    const W* mixer, float* partials, int d, int m, int n, int n_slices) {
+    int width = m * d, at = blockIdx.x * SLICE + (threadIdx.x & 31) * 8, k = blockIdx.x * SLICE / d, column = at - k * d;
+    u64 token = blockIdx.y;
+    MixerSlice<W> slice;
+    slice.load(mixer, width, n);
+    await_previous();
+    float y[8], old[5][8], factors[5], x[1][8];
+    load_8(output + token * d + column, y);
+#pragma unroll
+    for (int j = 0; j < 5; j++)
+        if (j < m) {
+            load_8(all_streams + token * width + (u64)j * d + column, old[j]);
+            factors[j] = comb[token * m * m + j * m + k];
+        }
+    float factor = post[token * m + k];
+    if (second) {
+        float other[8];
+        load_8(second + token * d + column, other);
+#pragma unroll
+        for (int i = 0; i < 8; i++) y[i] += other[i];
+    }
+    turn_stream(y, old, factor, factors, m, x[0]);
+    if (threadIdx.x < 32) {
+        float4* to = (float4*)(turned + token * width + at);
+        to[0] = make_float4(x[0][0], x[0][1], x[0][2], x[0][3]);
+        to[1] = make_float4(x[0][4], x[0][5], x[0][6], x[0][7]);
+    }
+    slice.multiply(x, partials + token * (n + 1) * n_slices, n, n_slices, 1);
 }
 
 #define HC_MIX(NAME, W, TOKENS)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256, 1) hc_mix_##NAME(                                                    \
-        const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int group) {             \
-        await_previous();                                                                                               \
-        hc_mix<W, TOKENS>(streams, mixer, partials, n_tokens, width, n, group);                                         \
+        const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int n_slices, int group) { \
+        hc_mix<W, TOKENS>(streams, mixer, partials, n_tokens, width, n, n_slices, group);                               \
+    }
+
+#define HC_TURN(NAME, W)                                                                                                \
+    extern "C" __global__ void __launch_bounds__(256, 1) hc_turn_##NAME(                                                   \
+        const float* streams, const float* output, const float* second, const float* post, const float* comb,           \
+        float* turned, const W* mixer, float* partials, int d, int m, int n, int n_slices) { \
+        hc_turn<W>(streams, output, second, post, comb, turned, mixer, partials, d, m, n, n_slices);                    \
     }
 
 // One token, or four of several at a time.
@@ -79,6 +152,8 @@ HC_MIX(F32_1, float, 1)
 HC_MIX(F32_4, float, 4)
 HC_MIX(F16_1, u16, 1)
 HC_MIX(F16_4, u16, 4)
+HC_TURN(F32, float)
+HC_TURN(F16, u16)
 
 // Groups of four columns of a thread that are loaded before they can be used.
 #define EARLY 2
@@ -110,15 +185,28 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
     const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
     float* x, float* normed, float* post, float* comb, int d, int m, int n_slices, int iterations, float epsilon,
     float rms_epsilon) {
-    await_previous();
     __shared__ float scratch[32];
     __shared__ float mixes[40];
     u64 token = blockIdx.x;
     const float* streams = all_streams + token * m * d;
     int n = post ? (2 + m) * m : m, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_warps = blockDim.x >> 5;
     bool merging = threadIdx.x < MERGING;
-    // All that can be loaded by now is on its way before anything is waited for.
+    // Weights come from far: they are on their way before anything is waited for, and so is all else that can be.
     float4 early[EARLY][5], weights[EARLY];
+#pragma unroll
+    for (int c = 0; c < EARLY; c++) {
+        int i = 4 * (threadIdx.x + c * MERGING);
+        if (merging && i < d) weights[c] = *(const float4*)(norm + i);
+    }
+    int at = min(lane, m * m - 1), row_of_lane = at / m, column_of_lane = at % m;
+    float scale_pre = scale[0], base_pre[5], scale_post = 0.0f, scale_comb = 0.0f, base_post = 0.0f, base_comb = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 5; j++) base_pre[j] = base[min(j, m - 1)];
+    if (post) {
+        scale_post = scale[1], scale_comb = scale[2];
+        base_post = base[m + min(lane, m - 1)], base_comb = base[2 * m + at];
+    }
+    await_previous();
 #pragma unroll
     for (int c = 0; c < EARLY; c++) {
         int i = 4 * (threadIdx.x + c * MERGING);
@@ -126,7 +214,6 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
 #pragma unroll
         for (int j = 0; j < 5; j++)
             if (j < m) early[c][j] = *(const float4*)(streams + j * d + i);
-        weights[c] = *(const float4*)(norm + i);
     }
     const float* parts = partials + token * n_slices * (n + 1);
     float mix[3][4];
@@ -152,9 +239,9 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
         if (!post) return;
         int n_comb = m * m;
         if (lane < m)
-            post[token * m + lane] = 2.0f * sigmoid(mixes[m + lane] * mean_factor * scale[1] + base[m + lane]);
-        int at = min(lane, n_comb - 1), row = at / m, column = at % m;
-        float c = mixes[2 * m + at] * mean_factor * scale[2] + base[2 * m + at];
+            post[token * m + lane] = 2.0f * sigmoid(mixes[m + lane] * mean_factor * scale_post + base_post);
+        int row = row_of_lane, column = column_of_lane;
+        float c = mixes[2 * m + at] * mean_factor * scale_comb + base_comb;
         // Sinkhorn: a softmax of the rows, then columns and rows in turn, columns last.
         float largest = NEGATIVE_INFINITY;
 #pragma unroll
@@ -170,7 +257,7 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
     }
     float pre[5];
 #pragma unroll
-    for (int j = 0; j < 5; j++) pre[j] = j < m ? sigmoid(mixes[j] * mean_factor * scale[0] + base[j]) + epsilon : 0.0f;
+    for (int j = 0; j < 5; j++) pre[j] = j < m ? sigmoid(mixes[j] * mean_factor * scale_pre + base_pre[j]) + epsilon : 0.0f;
     float sum = 0.0f;
     float4 merged[EARLY];
 #pragma unroll
@@ -219,23 +306,24 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
         for (int k = 0; k < 4; k++) normed[token * d + i + k] = x[token * d + i + k] * factor * norm[i + k];
 }
 
-// X'[k] = post_k y + sum over j of C[j, k] X[j]. Grid: columns by tokens.
+// X'[k] = post_k y + sum over j of C[j, k] X[j]; y = output, plus `second` if not null. Grid: columns by tokens.
 extern "C" __global__ void hc_post(
-    float* all_streams, const float* output, const float* post, const float* comb, int d, int m) {
+    float* all_streams, const float* output, const float* second, const float* post, const float* comb, int d, int m) {
     await_previous();
     int i = blockIdx.x * blockDim.x + threadIdx.x;
     u64 token = blockIdx.y;
     if (i >= d) return;
     float* streams = all_streams + token * m * d + i;
-    float y = output[token * d + i], old[5];
+    float y[1] = {output[token * d + i]}, old[5][1], factors[5], mixed[1];
+    if (second) y[0] += second[token * d + i];
 #pragma unroll
     for (int j = 0; j < 5; j++)
-        if (j < m) old[j] = streams[(u64)j * d];
+        if (j < m) old[j][0] = streams[(u64)j * d];
     for (int k = 0; k < m; k++) {
-        float mixed = post[token * m + k] * y;
 #pragma unroll
         for (int j = 0; j < 5; j++)
-            if (j < m) mixed = fmaf(comb[token * m * m + j * m + k], old[j], mixed);
-        streams[(u64)k * d] = mixed;
+            if (j < m) factors[j] = comb[token * m * m + j * m + k];
+        turn_stream(y, old, post[token * m + k], factors, m, mixed);
+        streams[(u64)k * d] = mixed[0];
     }
 }

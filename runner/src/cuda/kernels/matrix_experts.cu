@@ -21,9 +21,11 @@ struct Input {
 
 // Each format: values a chunk, pieces a chunk, which 16 values of the row a piece is, and the dot product of one chunk.
 struct Iq2Xxs {
-    // Copies of each entry of the tables, side by side: lanes read copies of their own, so that fewer meet in a bank.
-    static constexpr int GRID_COPIES = 8, SIGN_COPIES = 16, GRID_BYTES = 256 * 8 * GRID_COPIES;
-    static constexpr int VALUES = 64, PIECES = 4, TABLE_BYTES = GRID_BYTES + 128 * 4 * SIGN_COPIES;
+    // Both tables hold selectors of a byte permutation, a nibble a value: which magnitude, and from which side. Copies of
+    // each entry lie side by side, and lanes read copies of their own, so that at most two meet in a bank.
+    static constexpr int COPIES = 16, GRID_BYTES = 256 * 4 * COPIES;
+    static constexpr u32 POSITIVE = 0x002b1908u, NEGATIVE = 0x00d5e7f8u;
+    static constexpr int VALUES = 64, PIECES = 4, TABLE_BYTES = GRID_BYTES + 128 * 4 * COPIES;
     static constexpr bool SUMS = false, INTERLEAVED = false;
     struct Raw {
         uint4 codes;
@@ -34,27 +36,20 @@ struct Iq2Xxs {
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) { return chunk * 4 + place; }
 
     static __device__ void fill(u8* table) {
-        for (u32 i = threadIdx.x; i < 256; i += blockDim.x) {
-            u32 codes = d_iq2_xxs[i], words[2] = {0, 0};
+        for (u32 i = threadIdx.x; i < 256 + 128; i += blockDim.x) {
+            u32 selectors = 0;
+            if (i < 256) {
+                u32 codes = d_iq2_xxs[i];
 #pragma unroll
-            for (int k = 0; k < 8; k++) {
-                u32 code = codes >> (2 * k) & 3;
-                words[k / 4] |= (code == 0 ? 8u : code == 1 ? 25u : 43u) << (8 * (k % 4));
+                for (int k = 0; k < 8; k++) selectors |= (codes >> (2 * k) & 3) << (4 * k);
+            } else {
+                u32 all = (i - 256) | (__popc(i - 256) & 1) << 7;
+#pragma unroll
+                for (int k = 0; k < 8; k++) selectors |= (all >> k & 1) << (4 * k + 2);
             }
-            uint4 two = make_uint4(words[0], words[1], words[0], words[1]);
-#pragma unroll
-            for (int copy = 0; copy < GRID_COPIES; copy += 2) *(uint4*)(table + (i * GRID_COPIES + copy) * 8) = two;
-        }
-        // Selectors of a byte permutation that takes each of eight bytes or its negative.
-        for (u32 i = threadIdx.x; i < 128; i += blockDim.x) {
-            u32 all = i | (__popc(i) & 1) << 7, selectors = 0;
-#pragma unroll
-            for (int k = 0; k < 8; k++) selectors |= ((k & 3) | (all >> k & 1) << 2) << (4 * k);
             uint4 four = make_uint4(selectors, selectors, selectors, selectors);
 #pragma unroll
-            for (int copy = 0; copy < SIGN_COPIES; copy += 4) {
-                *(uint4*)(table + GRID_BYTES + (i * SIGN_COPIES + copy) * 4) = four;
-            }
+            for (int copy = 0; copy < COPIES; copy += 4) *(uint4*)(table + (i * COPIES + copy) * 4) = four;
         }
     }
     // Bits `from` .. of a word, moved to bits 6 and up.
@@ -67,7 +62,8 @@ struct Iq2Xxs {
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales, const float*,
                                                 const u8* table, u32) {
-        const u32 grid_copy = threadIdx.x % GRID_COPIES * 8, sign_copy = threadIdx.x % SIGN_COPIES * 4;
+        const u8* grid = table + threadIdx.x % COPIES * 4;
+        const u8* signs = grid + GRID_BYTES;
         float sum = 0.0f;
 #pragma unroll
         for (int s = 0; s < 2; s++) {
@@ -78,11 +74,9 @@ struct Iq2Xxs {
 #pragma unroll
             for (int k = 0; k < 4; k++) {
                 // Entries lie 64 bytes apart.
-                uint2 g = *(const uint2*)(table + (at_six(entries, 8 * k) & 255 << 6 | grid_copy));
-                u32 selector = *(const u32*)(table + GRID_BYTES + (at_six(rest, 7 * k) & 127 << 6 | sign_copy));
-                // No grid byte exceeds 43, so that no borrow crosses: the bytes' negatives.
-                u32 low = __byte_perm(g.x, 0x01010100u - g.x, selector);
-                u32 high = __byte_perm(g.y, 0x01010100u - g.y, selector >> 16);
+                u32 selectors = *(const u32*)(grid + (at_six(entries, 8 * k) & 255 << 6)) |
+                                *(const u32*)(signs + (at_six(rest, 7 * k) & 127 << 6));
+                u32 low = __byte_perm(POSITIVE, NEGATIVE, selectors), high = __byte_perm(POSITIVE, NEGATIVE, selectors >> 16);
                 dot = dot4(high, xs[2 * k + 1], dot4(low, xs[2 * k], dot));
             }
             sum = fmaf((float)(dot * (int)((rest >> 28) * 2 + 1)), scales[2 * s * WARP], sum);

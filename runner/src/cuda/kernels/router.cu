@@ -5,10 +5,9 @@ static __device__ __forceinline__ float router_score(float logit) {
 }
 
 // Weights of the chosen experts from their scores, in the order of choice: one lane an expert.
-static __device__ __forceinline__ void write_choice(
-    const float* logits, int chosen, int n_used, float scaling, int* experts, float* weights) {
+static __device__ __forceinline__ void write_choice(float score, int chosen, int n_used, float scaling, int* experts, float* weights) {
     int lane = threadIdx.x & 31;
-    float score = lane < n_used ? router_score(logits[chosen]) : 0.0f, sum = 0.0f;
+    float sum = 0.0f;
     for (int i = 0; i < n_used; i++) sum += __shfl_sync(ALL_LANES, score, i);
     sum += 1e-20f;
     if (lane < n_used) {
@@ -25,32 +24,45 @@ extern "C" __global__ void route_by_table(
     int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= n_tokens) return;
     int chosen = table[(u64)tokens[token] * n_used + min(lane, n_used - 1)];
-    write_choice(
-        logits + (u64)token * n_experts, chosen, n_used, scaling, experts + token * n_used, weights + token * n_used);
+    float score = lane < n_used ? router_score(logits[(u64)token * n_experts + chosen]) : 0.0f;
+    write_choice(score, chosen, n_used, scaling, experts + token * n_used, weights + token * n_used);
 }
 
-// The largest scores plus biases, lower expert first among equals.
-extern "C" __global__ void route_by_score(
+// Threads of a block, and experts of each at most.
+#define ROUTING 128
+#define EXPERTS_EACH 4
+
+// The largest scores plus biases, lower expert first among equals. One block a token; its first warp chooses.
+extern "C" __global__ void __launch_bounds__(ROUTING) route_by_score(
     const float* logits, const float* bias, int* experts, float* weights,
     int n_tokens, int n_experts, int n_used, float scaling) {
-    await_previous();
-    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-    int token = blockIdx.x * (blockDim.x >> 5) + warp;
-    if (token >= n_tokens) return;
-    const float* row = logits + (u64)token * n_experts;
-    // Scores as integers in the same order; 0 is below them all.
-    u32 keys[16];
+    __shared__ u32 all_keys[ROUTING * EXPERTS_EACH];
+    __shared__ float all_scores[ROUTING * EXPERTS_EACH];
+    int token = blockIdx.x, lane = threadIdx.x & 31;
+    float biases[EXPERTS_EACH];
 #pragma unroll
-    for (int i = 0; i < 16; i++) {
-        int expert = lane + 32 * i;
-        keys[i] = expert < n_experts ? sort_key(router_score(row[expert]) + bias[expert]) : 0u;
+    for (int i = 0; i < EXPERTS_EACH; i++) biases[i] = bias[min((int)threadIdx.x + ROUTING * i, n_experts - 1)];
+    await_previous();
+    // Scores as integers in the same order; 0 is below them all.
+#pragma unroll
+    for (int i = 0; i < EXPERTS_EACH; i++) {
+        int expert = threadIdx.x + ROUTING * i;
+        if (expert >= n_experts && expert >= ROUTING) continue;
+        float score = router_score(logits[(u64)token * n_experts + min(expert, n_experts - 1)]);
+        all_scores[expert] = score;
+        all_keys[expert] = expert < n_experts ? sort_key(score + biases[i]) : 0u;
     }
+    __syncthreads();
+    if (threadIdx.x >= 32) return;
+    u32 keys[ROUTING * EXPERTS_EACH / 32];
+#pragma unroll
+    for (int i = 0; i < ROUTING * EXPERTS_EACH / 32; i++) keys[i] = lane + 32 * i < n_experts ? all_keys[lane + 32 * i] : 0u;
     int chosen = 0;
     for (int slot = 0; slot < n_used; slot++) {
         u32 best = 0;
         int expert = 0x7fffffff;
 #pragma unroll
-        for (int i = 0; i < 16; i++)
+        for (int i = 0; i < ROUTING * EXPERTS_EACH / 32; i++)
             if (keys[i] > best) {
                 best = keys[i];
                 expert = lane + 32 * i;
@@ -58,9 +70,10 @@ extern "C" __global__ void route_by_score(
         u32 most = __reduce_max_sync(ALL_LANES, best);
         expert = __reduce_min_sync(ALL_LANES, best == most ? expert : 0x7fffffff);
 #pragma unroll
-        for (int i = 0; i < 16; i++)
+        for (int i = 0; i < ROUTING * EXPERTS_EACH / 32; i++)
             if (lane + 32 * i == expert) keys[i] = 0u;
         if (lane == slot) chosen = expert;
     }
-    write_choice(row, chosen, n_used, scaling, experts + token * n_used, weights + token * n_used);
+    float score = lane < n_used ? all_scores[chosen] : 0.0f;
+    write_choice(score, chosen, n_used, scaling, experts + token * n_used, weights + token * n_used);
 }

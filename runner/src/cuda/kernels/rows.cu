@@ -3,9 +3,9 @@
 // (3.1) One block a row. Weights and the first values are on their way before anything is summed.
 extern "C" __global__ void __launch_bounds__(1024) rms_norm(
     const float* input, const float* weights, float* output, int width, float epsilon) {
-    await_previous();
     __shared__ float scratch[32];
     if (width % 4) {
+        await_previous();
         const float* row = input + (u64)blockIdx.x * width;
         float sum = 0.0f;
         for (int i = threadIdx.x; i < width; i += blockDim.x) sum = fmaf(row[i], row[i], sum);
@@ -18,7 +18,9 @@ extern "C" __global__ void __launch_bounds__(1024) rms_norm(
     float4* out = (float4*)(output + (u64)blockIdx.x * width);
     int quads = width / 4, first = threadIdx.x;
     float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f), w = v;
-    if (first < quads) v = row[first], w = factors[first];
+    if (first < quads) w = factors[first];
+    await_previous();
+    if (first < quads) v = row[first];
     float sum = fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
     for (int i = first + blockDim.x; i < quads; i += blockDim.x) {
         float4 u = row[i];

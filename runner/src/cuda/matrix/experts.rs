@@ -53,8 +53,8 @@ impl Format {
     fn of(matrix: &Matrix) -> Option<Self> {
         matrix.planes?;
         let (values, sums, table_bytes) = match matrix.block_type() {
-            // Eight and sixteen copies of two tables.
-            BlockType::Iq2Xxs => (64, false, 256 * 8 * 8 + 128 * 4 * 16),
+            // Sixteen copies of two tables.
+            BlockType::Iq2Xxs => (64, false, (256 + 128) * 4 * 16),
             BlockType::Q2K => (64, true, 0),
             BlockType::Q4K => (32, true, 0),
             BlockType::Mxfp4 => (32, false, 0),

@@ -227,6 +227,11 @@ impl Matrix {
         self.block_type
     }
 
+    /// Bytes of a row in the file.
+    pub(in super::super) fn row_bytes(&self) -> usize {
+        self.row_bytes
+    }
+
     /// Values a product gives.
     pub fn rows(&self) -> usize {
         self.rows

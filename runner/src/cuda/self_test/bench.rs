@@ -39,12 +39,13 @@ pub struct KernelTime {
 }
 
 /// Times all matrix kernels on the whole device and on 48 multiprocessors (a green context: the stream's kernels run on
-/// those alone, while the memory stays as fast as it is), calling `report` after each.
+/// those alone, while the memory stays as fast as it is), calling `report` after each. Only those whose name contains
+/// `wanted`.
 ///
 /// # Errors
 /// If the device fails.
-pub fn kernel_times(gpu: &Gpu, report: &mut dyn FnMut(&KernelTime)) -> Result<(), CudaError> {
-    let mut bench = Bench { gpu: gpu.clone(), roofline: 1.0, report };
+pub fn kernel_times(gpu: &Gpu, wanted: &str, report: &mut dyn FnMut(&KernelTime)) -> Result<(), CudaError> {
+    let mut bench = Bench { gpu: gpu.clone(), roofline: 1.0, wanted, report };
     bench.roofline = bench.read_all()?;
     bench.all()?;
     // A stream of a part of the device; everything before must be done, for streams do not wait for each other.
@@ -72,6 +73,7 @@ struct Bench<'a> {
     gpu: Gpu,
     /// Bytes a second.
     roofline: f64,
+    wanted: &'a str,
     report: &'a mut dyn FnMut(&KernelTime),
 }
 
@@ -171,6 +173,9 @@ impl Bench<'_> {
         tokens: usize,
         pass: Pass,
     ) -> Result<(), CudaError> {
+        if !name.contains(self.wanted) {
+            return Ok(());
+        }
         let gpu = self.gpu.clone();
         let mut sets: Vec<Vec<Matrix>> = Vec::new();
         let mut bytes = 0;
@@ -215,6 +220,9 @@ impl Bench<'_> {
 
     fn experts(&mut self, gate: BlockType, down: BlockType) -> Result<(), CudaError> {
         const N_USED: usize = 6;
+        if !format!("experts {gate} + {down}").contains(self.wanted) {
+            return Ok(());
+        }
         let gpu = self.gpu.clone();
         let (n_experts, outputs, width, tokens) = (252, 4096, 2048, 1);
         let shape = reference::ExpertShape { gate, down, outputs, width, n_experts, n_used: N_USED, tokens };
