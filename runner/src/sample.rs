@@ -4,7 +4,7 @@ use rand_core::{Rng as _, SeedableRng as _};
 use rand_pcg::Pcg64;
 
 use crate::error::RunnerError;
-use crate::logits::{argmax, top_log_probabilities};
+use crate::logits::argmax;
 
 /// How the next token is picked.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -59,23 +59,17 @@ impl Sampler {
     /// Temperature first, then `min_p`, then `top_p` on what is left, then a draw in proportion to the probabilities.
     pub fn pick(&mut self, logits: &[f32]) -> u32 {
         let Sampling { temperature, top_p, min_p, .. } = self.sampling;
+        let first = argmax(logits);
         if temperature == 0.0 {
-            return argmax(logits);
+            return first;
         }
-        let ranked = top_log_probabilities(logits, logits.len());
-        let best = ranked[0].1;
-        let mut kept: Vec<(u32, f64)> = ranked
-            .into_iter()
-            .map(|(token, log)| (token, ((log - best) / temperature).exp()))
-            .take_while(|&(_, share)| share >= min_p)
-            .collect();
-        let total: f64 = kept.iter().map(|(_, share)| share).sum();
-        let mut reached = 0.0;
-        let n_kept = kept.iter().position(|(_, share)| {
-            reached += share;
-            reached >= top_p * total
-        });
-        kept.truncate(n_kept.map_or(kept.len(), |last| last + 1));
+        let best = f64::from(logits[first as usize]);
+        let share = |logit: f32| ((f64::from(logit) - best) / temperature).exp();
+        let shares = logits.iter().enumerate().map(|(token, &logit)| (token as u32, share(logit)));
+        let mut kept: Vec<(u32, f64)> = shares.filter(|&(_, share)| share > 0.0 && share >= min_p).collect();
+        if top_p < 1.0 {
+            keep_most_probable(&mut kept, top_p);
+        }
         let total: f64 = kept.iter().map(|(_, share)| share).sum();
         // 53 random bits: every value is a whole multiple of 2^-53.
         let mut left = (self.random.next_u64() >> 11) as f64 * 2.0_f64.powi(-53) * total;
@@ -85,9 +79,38 @@ impl Sampler {
                 return token;
             }
         }
-        kept[kept.len() - 1].0
+        // Rounding let the sum fall short of the total.
+        kept.last().map_or(first, |&(token, _)| token)
     }
 }
+
+/// Keeps the fewest tokens that together reach `top_p` of all shares, most probable first, the lower of two equal ones
+/// first. Few tokens are ranked, however many there are.
+fn keep_most_probable(kept: &mut Vec<(u32, f64)>, top_p: f64) {
+    let wanted = top_p * kept.iter().map(|(_, share)| share).sum::<f64>();
+    let order = |a: &(u32, f64), b: &(u32, f64)| b.1.total_cmp(&a.1).then(a.0.cmp(&b.0));
+    let (mut reached, mut ranked, mut step) = (0.0, 0, FIRST_RANKED);
+    while ranked < kept.len() {
+        let rest = &mut kept[ranked..];
+        let n = step.min(rest.len());
+        if n < rest.len() {
+            rest.select_nth_unstable_by(n, order);
+        }
+        rest[..n].sort_unstable_by(order);
+        for at in ranked..ranked + n {
+            reached += kept[at].1;
+            if reached >= wanted {
+                kept.truncate(at + 1);
+                return;
+            }
+        }
+        ranked += n;
+        step *= 8;
+    }
+}
+
+/// Tokens that are ranked at first.
+const FIRST_RANKED: usize = 64;
 
 #[cfg(test)]
 mod tests {
@@ -129,6 +152,26 @@ mod tests {
         assert_eq!(only(Sampling { min_p: 0.9, ..Sampling::default() }), [1, 4]);
         assert_eq!(only(Sampling { top_p: 0.3, ..Sampling::default() }), [1]);
         assert_eq!(only(Sampling { top_p: 0.7, ..Sampling::default() }), [1, 4]);
+    }
+
+    #[test]
+    fn the_most_probable_are_those_of_a_full_ranking() {
+        // 3,000 shares with many equal ones.
+        let shares: Vec<(u32, f64)> =
+            (0..3000_u32).map(|i| (i, f64::from(i.wrapping_mul(2_654_435_761) >> 22) + 1.0)).collect();
+        let mut ranked = shares.clone();
+        ranked.sort_by(|a, b| b.1.total_cmp(&a.1));
+        let total: f64 = shares.iter().map(|s| s.1).sum();
+        for top_p in [1e-9, 0.01, 0.1, 0.5, 0.9, 0.999_999] {
+            let mut reached = 0.0;
+            let n = ranked.iter().position(|s| {
+                reached += s.1;
+                reached >= top_p * total
+            });
+            let mut kept = shares.clone();
+            keep_most_probable(&mut kept, top_p);
+            assert_eq!(kept, ranked[..=n.unwrap()], "{top_p}");
+        }
     }
 
     #[test]

@@ -64,6 +64,11 @@ pub(super) struct ComputeArguments {
 }
 
 impl ComputeArguments {
+    /// Most tokens of a sequence, if asked for.
+    pub(super) fn context(&self) -> Option<usize> {
+        self.context
+    }
+
     /// Threads as asked for: 0 for all processors.
     pub(super) fn n_threads(&self) -> usize {
         self.threads

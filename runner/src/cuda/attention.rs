@@ -23,6 +23,9 @@ const TILE_KEYS: usize = 32;
 const HEADS_PER_BLOCK: usize = 4;
 /// Index rows that a block scores.
 const ROWS_PER_BLOCK: usize = 32;
+/// Index rows and queries of a block of the tensor-core kernel.
+const TILE_ROWS: usize = 256;
+const TILE_QUERIES: usize = 32;
 /// Warps of a block whose warps work alone.
 const WARPS: usize = 8;
 /// Tokens up to which the parts of a query are computed by blocks of their own: the bits are the same.
@@ -223,20 +226,44 @@ impl CudaBackend {
         }
         let n_heads = head_weights.width;
         let mut scores = self.pool.take::<f32>(n_queries * n_rows, "index scores")?;
-        let name = format!("index_scores_{}_{width}", store.rows.suffix());
         let factor = (1.0 / ((width * n_heads) as f64).sqrt()) as f32;
-        let arguments = Arguments::new().read(queries.rows(&piece.rows)).read(head_weights.rows(&piece.rows));
-        let arguments = read_rows(arguments, &store.rows)
-            .read(places.positions())
-            .write(&scores.view_mut())
-            .int(n_heads)
-            .int(n_rows)
-            .int(ratio)
-            .int(if keep_scores { u32::MAX as usize } else { top_k })
-            .float(factor);
-        let shared = (n_heads * width * size_of::<f32>()) as u32;
-        let shape = Launch::new(n_rows.div_ceil(ROWS_PER_BLOCK), 256).by(n_queries).shared(shared);
-        self.launch("indexer", &name, shape, arguments)?;
+        let skip = if keep_scores { u32::MAX as usize } else { top_k };
+        let queries = queries.rows(&piece.rows);
+        let numbers =
+            |arguments: Arguments| arguments.int(n_heads).int(n_rows).int(ratio).int(skip).float(factor);
+        match &store.rows {
+            Rows::Half(rows) if self.rounds_inputs() && n_heads <= TILE_HEADS => {
+                // Many blocks read the queries of many tokens: they are rounded first.
+                let mut halves = None;
+                let (arguments, kind) = if n_queries < TILE_QUERIES {
+                    (Arguments::new().read(queries), "float")
+                } else {
+                    let halves = halves.insert(self.pool.take::<u16>(queries.len(), "index queries")?);
+                    let arguments =
+                        Arguments::new().read(queries).write(&halves.view_mut()).int(queries.len());
+                    self.launch("indexer", "index_halves", Launch::over(queries.len() / 4), arguments)?;
+                    (Arguments::new().read(halves.view()), "half")
+                };
+                let arguments = arguments
+                    .read(head_weights.rows(&piece.rows))
+                    .read(rows.view())
+                    .read(places.positions())
+                    .write(&scores.view_mut())
+                    .int(n_queries);
+                let shared = (2 * TILE_HEADS * (width + 8) * size_of::<u16>()) as u32;
+                let shape = Launch::new(n_rows.div_ceil(TILE_ROWS), 256).by(n_queries.div_ceil(TILE_QUERIES));
+                let name = format!("index_tiles_{kind}_{width}");
+                self.launch("indexer", &name, shape.shared(shared), numbers(arguments))?;
+            }
+            rows => {
+                let arguments = Arguments::new().read(queries).read(head_weights.rows(&piece.rows));
+                let arguments = read_rows(arguments, rows).read(places.positions()).write(&scores.view_mut());
+                let shared = (n_heads * width * size_of::<f32>()) as u32;
+                let shape = Launch::new(n_rows.div_ceil(ROWS_PER_BLOCK), 256).by(n_queries).shared(shared);
+                let name = format!("index_scores_{}_{width}", rows.suffix());
+                self.launch("indexer", &name, shape, numbers(arguments))?;
+            }
+        }
         if n_rows > top_k {
             let mut rows = self.pool.take::<u32>(n_queries * top_k, "chosen rows")?;
             let arguments = Arguments::new()

@@ -9,10 +9,10 @@ use clap::Args;
 use gguf_tools::gguf::Gguf;
 use imatrix::collect::{CollectOptions, CollectStep, Collected, DownInput, collect, fingerprint};
 use imatrix::dataset::{Dataset, Limits, prompts};
-use runner::{ActivationPrecision, Model, Numerics, Options};
+use runner::{Model, Options};
 use serde_json::json;
 
-use super::super::model::tokenizer;
+use super::super::model::{ComputeArguments, tokenizer};
 use super::super::{UsageError, print, print_json};
 use crate::render::progress::interrupted;
 use crate::render::units;
@@ -34,9 +34,6 @@ pub(super) struct Arguments {
     /// Format of the file, whatever its name.
     #[arg(long, value_name = "NAME", value_parser = ["gguf", "legacy"])]
     format: Option<String>,
-    /// Most tokens of a prompt; longer texts are cut [default: 4096, or what the model is made for].
-    #[arg(short = 'c', long = "ctx", value_name = "N", value_parser = clap::value_parser!(u32).range(2..))]
-    context: Option<u32>,
     /// Most prompts.
     #[arg(long, value_name = "N", visible_alias = "imatrix-max-prompts")]
     max_prompts: Option<usize>,
@@ -61,18 +58,6 @@ pub(super) struct Arguments {
     /// Tokens that pass a layer together: more need more memory and read a large model less often.
     #[arg(long, value_name = "N", default_value_t = 4096, value_parser = clap::value_parser!(u32).range(1..))]
     batch_tokens: u32,
-    /// Rounding of activations: `exact` as a float reference, `official` as the model was trained.
-    #[arg(long, value_name = "MODE", default_value = "official", value_parser = ["official", "exact"])]
-    numerics: String,
-    /// Inputs of quantized matrices: `int8` is fast, `f32` exact.
-    #[arg(long, value_name = "TYPE", default_value = "f32", value_parser = ["f32", "int8"])]
-    activations: String,
-    /// Threads; all processors if left out. The bytes do not depend on it.
-    #[arg(short, long, value_name = "N", default_value_t = 0)]
-    threads: usize,
-    /// Look through every result for NaN and infinities and name the first layer and operation with one.
-    #[arg(long)]
-    check_finite: bool,
     /// Replace an existing output.
     #[arg(long, visible_alias = "force")]
     overwrite: bool,
@@ -82,6 +67,9 @@ pub(super) struct Arguments {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    // `-c`: longer prompts are cut; `DEFAULT_CONTEXT` if left out.
+    #[command(flatten)]
+    compute: ComputeArguments,
 }
 
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
@@ -95,10 +83,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     );
     let datasets =
         arguments.datasets.iter().map(|path| Dataset::open(path)).collect::<Result<Vec<_>, _>>()?;
-    let model = Model::open(&arguments.model, options(arguments)?)?;
-    let context = arguments
-        .context
-        .map_or_else(|| DEFAULT_CONTEXT.min(model.context_limit()), |context| context as usize);
+    let asked = arguments.compute.context();
+    if asked.is_some_and(|context| context < 2) {
+        return Err(UsageError("--ctx: a prompt needs at least 2 tokens".to_owned()).into());
+    }
+    let options = Options { batch_tokens: arguments.batch_tokens as usize, ..arguments.compute.options()? };
+    let model = Model::open(&arguments.model, options)?;
+    let context = asked.unwrap_or_else(|| DEFAULT_CONTEXT.min(model.context_limit()));
     let limits = Limits {
         context,
         max_prompts: arguments.max_prompts.unwrap_or(usize::MAX),
@@ -142,20 +133,6 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         _ => {}
     }
     report(arguments, &collected, &datasets)
-}
-
-fn options(arguments: &Arguments) -> anyhow::Result<Options> {
-    let numerics = Numerics::NAMES.iter().find(|(name, _)| *name == arguments.numerics);
-    let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == arguments.activations);
-    Ok(Options {
-        numerics: numerics.context("the parser admits known modes only")?.1,
-        activations: activations.context("the parser admits known types only")?.1,
-        n_threads: arguments.threads,
-        context_limit: arguments.context.map(|context| context as usize),
-        batch_tokens: arguments.batch_tokens as usize,
-        check_finite: arguments.check_finite,
-        ..Options::default()
-    })
 }
 
 fn state_path(out: &Path) -> PathBuf {

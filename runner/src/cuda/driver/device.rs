@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use cudarc::driver::result;
+use cudarc::driver::result::{self, DriverError};
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::super::error::CudaError;
@@ -70,7 +70,12 @@ impl Device {
         if driver < NEEDED_DRIVER {
             return Err(CudaError::OldDriver { found: driver, needed: NEEDED_DRIVER });
         }
-        step("cuInit", result::init())?;
+        match result::init() {
+            Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => {
+                return Err(CudaError::NoDevice { wanted: ordinal, found: 0 });
+            }
+            started => step("cuInit", started)?,
+        }
         let found = step("counting devices", result::device::get_count())? as usize;
         if ordinal >= found {
             return Err(CudaError::NoDevice { wanted: ordinal, found });

@@ -135,3 +135,9 @@ static __device__ __forceinline__ void rotate_and_round_row(float* row, float fa
 #pragma unroll
     for (int i = 0; i < N; i++) row[lane * N + i] = v[i];
 }
+
+// A fragment of 16 x 16 or two of 16 x 8 from four 8 x 8 matrices; `place`: a row of one of them for each lane.
+static __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 place) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(place));
+}

@@ -4,12 +4,6 @@
 // A block has one token and M heads: M / 16 groups of heads by GROUPS groups of warps that share out first the keys, then
 // the channels.
 
-// A fragment of 16 x 16 or two of 16 x 8 from four 8 x 8 matrices; `place`: a row of one of them for each lane.
-static __device__ __forceinline__ void load_matrices(u32 (&v)[4], u32 place) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(place));
-}
-
 static __device__ __forceinline__ void load_matrices_transposed(u32 (&v)[4], u32 place) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(place));

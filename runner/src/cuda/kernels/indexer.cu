@@ -93,27 +93,171 @@ INDEX_SCORES(half_128, u16, 128)
 INDEX_SCORES(float_64, float, 64)
 INDEX_SCORES(float_128, float, 128)
 
-// Sum of `flag` over the threads before this one; *total over all. `scratch`: 32 values of shared memory.
-static __device__ __forceinline__ int rank_in_block(bool flag, int* scratch, int* total) {
-    u32 votes = __ballot_sync(~0u, flag);
-    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, n_warps = blockDim.x >> 5;
-    __syncthreads();
-    if (lane == 0) scratch[warp] = __popc(votes);
-    __syncthreads();
-    int count = lane < n_warps ? scratch[lane] : 0, before = count;
-#pragma unroll
-    for (int apart = 1; apart < 32; apart *= 2) {
-        int other = __shfl_up_sync(~0u, before, apart);
-        if (lane >= apart) before += other;
-    }
-    *total = __shfl_sync(~0u, before, 31);
-    int mine = __shfl_sync(~0u, before - count, warp);
-    return mine + __popc(votes & ((1u << lane) - 1u));
+// Queries as halves, which loses nothing where they were rounded to FP4. n: a multiple of 4.
+extern "C" __global__ void index_halves(const float* queries, u16* halves, u32 n) {
+    await_previous();
+    u32 i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
+    if (i >= n) return;
+    float4 v = *(const float4*)(queries + i);
+    *(uint2*)(halves + i) = make_uint2(floats_to_halves(v.x, v.y), floats_to_halves(v.z, v.w));
 }
 
-// (4.6.7) The best `top_k` of the visible rows, ascending: higher score first, then lower row. One block of 1024 a token.
+// Eight values to shared memory, as halves.
+static __device__ __forceinline__ void put_halves(u16* to, const u16* from) { copy_async(shared_address(to), from); }
+static __device__ __forceinline__ void put_halves(u16* to, const float* from) {
+    float4 a = *(const float4*)from, b = *(const float4*)(from + 4);
+    *(uint4*)to = make_uint4(floats_to_halves(a.x, a.y), floats_to_halves(a.z, a.w), floats_to_halves(b.x, b.y),
+                             floats_to_halves(b.z, b.w));
+}
+
+// Rows and queries of a block of `index_tiles`; most heads.
+#define TILE_ROWS 256
+#define TILE_QUERIES 32
+#define TILE_HEADS 64
+
+// (4.6.6) The scores of `index_scores` for many tokens by tensor cores: the heads of one query are the rows of a tile, its
+// columns index rows, 32 a warp, which stay in registers while the queries pass. Products and sums f32.
+// Grid: rows by tokens. queries: halves, or f32 to be rounded to them, [T, heads, WIDTH].
+template <typename Q, int WIDTH>
+static __device__ __forceinline__ void index_tiles(
+    const Q* queries, const float* head_weights, const u16* rows, const int* positions, float* scores, int n_tokens,
+    int n_heads, int n_rows, int ratio, int skip, float factor) {
+    constexpr int PITCH = WIDTH + 8, STEPS = WIDTH / 16, QUERY_BYTES = TILE_HEADS * PITCH * 2;
+    extern __shared__ uint4 memory[];
+    __shared__ float weights[2][TILE_HEADS];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, matrix = lane >> 3, in_matrix = lane & 7;
+    const int first_row = blockIdx.x * TILE_ROWS, own_row = first_row + warp * 32, first = blockIdx.y * TILE_QUERIES;
+    const int end = min(first + TILE_QUERIES, n_tokens), n_tiles = (n_heads + 15) / 16;
+    auto visible = [&](int token) { return min((positions[token] + 1) / ratio, n_rows); };
+    // Later tokens see more rows.
+    if (visible(end - 1) <= skip) return;
+
+    auto load = [&](int token) {
+        u16* to = (u16*)memory + (token & 1) * TILE_HEADS * PITCH;
+        const Q* from = queries + (u64)token * n_heads * WIDTH;
+#pragma unroll 4
+        for (int c = threadIdx.x; c < n_heads * (WIDTH / 8); c += 256) {
+            int head = c / (WIDTH / 8), chunk = c % (WIDTH / 8);
+            put_halves(to + head * PITCH + chunk * 8, from + head * WIDTH + chunk * 8);
+        }
+        if (threadIdx.x < n_heads)
+            weights[token & 1][threadIdx.x] = head_weights[(u64)token * n_heads + threadIdx.x] * factor;
+    };
+    // Heads that fill up the last tile are zeros.
+    for (int i = threadIdx.x; i < 2 * (n_tiles * 16 - n_heads) * PITCH; i += 256) {
+        int each = (n_tiles * 16 - n_heads) * PITCH;
+        ((u16*)memory)[i / each * TILE_HEADS * PITCH + n_heads * PITCH + i % each] = 0;
+    }
+    if (threadIdx.x >= n_heads && threadIdx.x < TILE_HEADS) weights[0][threadIdx.x] = weights[1][threadIdx.x] = 0.0f;
+    load(first);
+    copies_commit();
+
+    u32 keys[4][STEPS][2];
+#pragma unroll
+    for (int t = 0; t < 4; t++) {
+        const u16* row = rows + (u64)min(own_row + t * 8 + (lane >> 2), n_rows - 1) * WIDTH + (lane & 3) * 2;
+#pragma unroll
+        for (int k = 0; k < STEPS; k++) {
+            keys[t][k][0] = *(const u32*)(row + k * 16);
+            keys[t][k][1] = *(const u32*)(row + k * 16 + 8);
+        }
+    }
+    for (int token = first; token < end; token++) {
+        copies_wait<0>();
+        __syncthreads();
+        if (token + 1 < end) load(token + 1);
+        copies_commit();
+        int n_visible = visible(token);
+        if (n_visible <= skip) continue;
+        float* out = scores + (u64)token * n_rows;
+        float sums[4][2];
+#pragma unroll
+        for (int t = 0; t < 4; t++) sums[t][0] = sums[t][1] = 0.0f;
+        if (own_row < n_visible) {
+            const u32 place = shared_address(memory) + (token & 1) * QUERY_BYTES +
+                              (((matrix & 1) * 8 + in_matrix) * PITCH + (matrix >> 1) * 8) * 2;
+            for (int tile = 0; tile < n_tiles; tile++) {
+                float dots[4][4];
+#pragma unroll
+                for (int t = 0; t < 4; t++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) dots[t][j] = 0.0f;
+#pragma unroll
+                for (int k = 0; k < STEPS; k++) {
+                    u32 q[4];
+                    load_matrices(q, place + tile * 16 * PITCH * 2 + k * 32);
+#pragma unroll
+                    for (int t = 0; t < 4; t++) multiply_tile(dots[t], q, keys[t][k][0], keys[t][k][1]);
+                }
+                float low = weights[token & 1][tile * 16 + (lane >> 2)], high = weights[token & 1][tile * 16 + 8 + (lane >> 2)];
+#pragma unroll
+                for (int t = 0; t < 4; t++)
+#pragma unroll
+                    for (int j = 0; j < 2; j++) {
+                        sums[t][j] = fmaf(low, fmaxf(dots[t][j], 0.0f), sums[t][j]);
+                        sums[t][j] = fmaf(high, fmaxf(dots[t][j + 2], 0.0f), sums[t][j]);
+                    }
+            }
+#pragma unroll
+            for (int t = 0; t < 4; t++)
+#pragma unroll
+                for (int j = 0; j < 2; j++)
+#pragma unroll
+                    for (int apart = 4; apart < 32; apart *= 2) sums[t][j] += __shfl_xor_sync(ALL_LANES, sums[t][j], apart);
+        }
+        // All groups of four lanes have all sums; each of the first four writes a tile's.
+#pragma unroll
+        for (int t = 0; t < 4; t++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                int row = own_row + t * 8 + (lane & 3) * 2 + j;
+                if (lane >> 2 == t && row < n_rows) out[row] = row < n_visible ? sums[t][j] : NEGATIVE_INFINITY;
+            }
+    }
+}
+
+#define INDEX_TILES(NAME, Q, WIDTH)                                                                                     \
+    extern "C" __global__ void __launch_bounds__(256, 2) index_tiles_##NAME(                                            \
+        const Q* queries, const float* head_weights, const u16* rows, const int* positions, float* scores,              \
+        int n_tokens, int n_heads, int n_rows, int ratio, int skip, float factor) {                                     \
+        await_previous();                                                                                               \
+        index_tiles<Q, WIDTH>(queries, head_weights, rows, positions, scores, n_tokens, n_heads, n_rows, ratio, skip,   \
+                              factor);                                                                                  \
+    }
+INDEX_TILES(half_64, u16, 64)
+INDEX_TILES(half_128, u16, 128)
+INDEX_TILES(float_64, float, 64)
+INDEX_TILES(float_128, float, 128)
+
+// Sum of `value` over the threads of a full block before this one; *total over all. `scratch`: 32 values of shared memory.
+static __device__ __forceinline__ int sum_before(int value, int* scratch, int* total) {
+    int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, upto = value;
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+        int other = __shfl_up_sync(ALL_LANES, upto, apart);
+        if (lane >= apart) upto += other;
+    }
+    __syncthreads();
+    if (lane == 31) scratch[warp] = upto;
+    __syncthreads();
+    int all = scratch[lane];
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+        int other = __shfl_up_sync(ALL_LANES, all, apart);
+        if (lane >= apart) all += other;
+    }
+    *total = __shfl_sync(ALL_LANES, all, 31);
+    int before = __shfl_sync(ALL_LANES, all, max(warp - 1, 0));
+    return (warp ? before : 0) + upto - value;
+}
+
+// Threads that choose, and rows that each loads at once.
+#define CHOOSING 1024
+#define CHOSEN_AT_ONCE 8
+
+// (4.6.7) The best `top_k` of the visible rows, ascending: higher score first, then lower row. One block a token.
 // Tokens that see no more rows than that write nothing.
-extern "C" __global__ void __launch_bounds__(1024) choose_rows(
+extern "C" __global__ void __launch_bounds__(CHOOSING) choose_rows(
     const float* scores, const int* positions, int* chosen, int n_rows, int ratio, int top_k) {
     await_previous();
     __shared__ int counts[256];
@@ -129,9 +273,18 @@ extern "C" __global__ void __launch_bounds__(1024) choose_rows(
     for (int shift = 24; shift >= 0; shift -= 8) {
         if (threadIdx.x < 256) counts[threadIdx.x] = 0;
         __syncthreads();
-        for (int i = threadIdx.x; i < n; i += blockDim.x) {
-            u32 key = sort_key(row[i]);
-            if ((key & mask) == prefix) atomicAdd(&counts[key >> shift & 255], 1);
+        for (int base = 0; base < n; base += CHOOSING * CHOSEN_AT_ONCE) {
+            u32 keys[CHOSEN_AT_ONCE];
+#pragma unroll
+            for (int j = 0; j < CHOSEN_AT_ONCE; j++) keys[j] = sort_key(row[min(base + j * CHOOSING + (int)threadIdx.x, n - 1)]);
+#pragma unroll
+            for (int j = 0; j < CHOSEN_AT_ONCE; j++) {
+                if (base + j * CHOOSING >= n) break;
+                bool counts_here = base + j * CHOOSING + (int)threadIdx.x < n && (keys[j] & mask) == prefix;
+                // Most scores share their first digits: one lane counts for all that have the same.
+                u32 digit = counts_here ? keys[j] >> shift & 255 : 256u, same = __match_any_sync(ALL_LANES, digit);
+                if (counts_here && (threadIdx.x & 31) == __ffs(same) - 1) atomicAdd(&counts[digit], __popc(same));
+            }
         }
         __syncthreads();
         if (threadIdx.x < 32) {
@@ -141,7 +294,7 @@ extern "C" __global__ void __launch_bounds__(1024) choose_rows(
             int upto = own;
 #pragma unroll
             for (int apart = 1; apart < 32; apart *= 2) {
-                int other = __shfl_up_sync(~0u, upto, apart);
+                int other = __shfl_up_sync(ALL_LANES, upto, apart);
                 if (lane >= apart) upto += other;
             }
             int above = upto - own;
@@ -163,16 +316,19 @@ extern "C" __global__ void __launch_bounds__(1024) choose_rows(
         wanted -= found_above;
         __syncthreads();
     }
-    int n_taken = 0, n_equal = 0;
-    for (int base = 0; base < n; base += blockDim.x) {
-        int i = base + threadIdx.x, total;
-        u32 key = i < n ? sort_key(row[i]) : 0u;
-        bool equal = i < n && key == prefix;
-        int rank = n_equal + rank_in_block(equal, scratch, &total);
-        n_equal += total;
-        bool taken = i < n && (key > prefix || (equal && rank < wanted));
-        int place = n_taken + rank_in_block(taken, scratch, &total);
-        n_taken += total;
-        if (taken) chosen[(u64)token * top_k + place] = i;
+    // Each thread has rows that follow each other, so that ranks are sums over threads.
+    int each = (n + CHOOSING - 1) / CHOOSING, first = min((int)threadIdx.x * each, n), end = min(first + each, n), total;
+    int n_above = 0, n_equal = 0;
+    for (int i = first; i < end; i++) {
+        u32 key = sort_key(row[i]);
+        n_above += key > prefix;
+        n_equal += key == prefix;
+    }
+    int rank = sum_before(n_equal, scratch, &total), place = sum_before(n_above, scratch, &total) + min(rank, wanted);
+    for (int i = first; i < end; i++) {
+        u32 key = sort_key(row[i]);
+        bool equal = key == prefix;
+        if (key > prefix || (equal && rank < wanted)) chosen[(u64)token * top_k + place++] = i;
+        rank += equal;
     }
 }
