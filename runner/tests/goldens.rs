@@ -1,17 +1,34 @@
-//! The forward pass against results of independent code, for both tiny checkpoints, all prompts and both modes.
+//! The forward pass against results of independent code, for both tiny checkpoints, all prompts and both modes; on a GPU as
+//! well, if there is one.
 
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use runner::cuda::Device;
 use runner::logits::{argmax, log_probabilities};
 use runner::observe::NoObserver;
-use runner::{Model, Numerics, Options};
+use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
 use test_vectors::{GoldenArray, fixtures, golden_arrays};
 
 const PROMPTS: [&str; 5] = ["p5", "chat", "edge120", "mid150", "long620"];
 
-fn open(folder: &Path, numerics: Numerics) -> Model {
-    Model::open(folder, Options { numerics, ..Options::default() }).unwrap()
+/// The model on the CPU, and on a GPU with each precision of activations that is asked for.
+fn models(folder: &Path, numerics: Numerics, on_gpu: &[ActivationPrecision]) -> Vec<(String, Model)> {
+    let plain = Options { numerics, ..Options::default() };
+    let mut all = vec![("cpu".to_owned(), plain.clone())];
+    match Device::open(0) {
+        Ok(_) => {
+            let cuda = |&activations: &ActivationPrecision| {
+                let processor = Processor::Cuda(0);
+                let name = format!("cuda, {} activations", activations.name());
+                (name, Options { processor, activations, ..plain.clone() })
+            };
+            all.extend(on_gpu.iter().map(cuda));
+        }
+        #[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
+        Err(error) => eprintln!("skipped: goldens on a GPU: {error}"),
+    }
+    all.into_iter().map(|(name, options)| (name, Model::open(folder, options).unwrap())).collect()
 }
 
 fn prompts(folder: &Path) -> BTreeMap<String, Vec<u32>> {
@@ -41,8 +58,18 @@ fn exact_mode(variant: &str) {
     let Some(folder) = fixtures("the exact goldens") else { return };
     let golden = golden_arrays(&folder.join("golden").join(variant).join("exact.safetensors"));
     let prompts = prompts(&folder);
-    let model = open(&folder.join(variant), Numerics::Exact);
-    let logits = all_logits(&model, &prompts);
+    for (on, model) in models(&folder.join(variant), Numerics::Exact, &[ActivationPrecision::F32]) {
+        exact(&format!("{variant} on {on}:"), &golden, &prompts, &model);
+    }
+}
+
+fn exact(
+    variant: &str,
+    golden: &BTreeMap<String, GoldenArray>,
+    prompts: &BTreeMap<String, Vec<u32>>,
+    model: &Model,
+) {
+    let logits = all_logits(model, prompts);
     for (name, rows) in PROMPTS.iter().zip(&logits) {
         let get = |key: &str| &golden[&format!("{name}.{key}")];
         let worst = largest_difference(rows.last().unwrap(), &get("last_logits_f64oracle").f32());
@@ -55,7 +82,7 @@ fn exact_mode(variant: &str) {
             );
         }
         check_top20(variant, name, rows, get("top20_pos"), get("top20_ids"), get("top20_logprobs"));
-        check_greedy(variant, name, &model, &prompts[*name], &golden);
+        check_greedy(variant, name, model, &prompts[*name], golden);
     }
 }
 
@@ -120,13 +147,24 @@ fn tiny_bf16_equals_the_float_reference() {
     exact_mode("tiny-bf16");
 }
 
-/// A rounding that falls the other way moves logits by hundredths, a changed top-k by more: the median is bounded.
 fn official_mode(variant: &str) {
     let Some(folder) = fixtures("the goldens with official rounding") else { return };
     let golden = golden_arrays(&folder.join("golden").join(variant).join("qat.safetensors"));
     let prompts = prompts(&folder);
-    let model = open(&folder.join(variant), Numerics::Official);
-    let logits = all_logits(&model, &prompts);
+    let on_gpu = [ActivationPrecision::F32, ActivationPrecision::Mixed];
+    for (on, model) in models(&folder.join(variant), Numerics::Official, &on_gpu) {
+        official(&format!("{variant} on {on}"), &golden, &prompts, &model);
+    }
+}
+
+/// A rounding that falls the other way moves logits by hundredths, a changed top-k by more: the median is bounded.
+fn official(
+    variant: &str,
+    golden: &BTreeMap<String, GoldenArray>,
+    prompts: &BTreeMap<String, Vec<u32>>,
+    model: &Model,
+) {
+    let logits = all_logits(model, prompts);
     let (mut n_equal, mut n_all) = (0, 0);
     let mut differences = Vec::new();
     for (name, rows) in PROMPTS.iter().zip(&logits) {
@@ -149,6 +187,13 @@ fn official_mode(variant: &str) {
     differences.sort_by(f64::total_cmp);
     let median = differences[differences.len() / 2];
     let agreement = n_equal as f64 / n_all as f64;
+    #[expect(clippy::print_stderr, reason = "what was measured, for those who ask with --nocapture")]
+    {
+        eprintln!(
+            "{variant}: median difference {median:.4}, {:.2} % of the best tokens the same",
+            100.0 * agreement
+        );
+    }
     assert!(median < 0.1, "{variant}: median difference {median}");
     assert!(agreement >= 0.95, "{variant}: only {agreement} of the best tokens are the same");
 }
