@@ -15,6 +15,7 @@ use super::error::CudaError;
 use super::loading::Loading;
 use super::matrix::{ExpertMatrices, Matrix, Pass, Routed, Workspace};
 use super::module::Gpu;
+use super::plan::halved_rows;
 use super::pool::{Pool, PoolBuffer};
 use crate::error::RunnerError;
 use crate::ops::{
@@ -147,7 +148,7 @@ impl CudaBackend {
         let kept = Pool::new(&gpu.device);
         let most_rows = options.attention_tokens.min(options.batch_tokens);
         let storage = Storage {
-            halves: options.numerics == Numerics::Official,
+            halves: halved_rows(options),
             ring_slots: (h.sliding_window as usize + most_rows).next_power_of_two(),
         };
         let now = Workspace::new(&gpu, 0)?;

@@ -2,7 +2,7 @@
 
 use super::error::CudaError;
 use super::module::Gpu;
-use crate::ops::Numerics;
+use crate::ops::{ActivationPrecision, Numerics};
 use crate::session::Options;
 use crate::weights::{WeightSource, host_memory};
 use gguf_tools::model::TensorTable;
@@ -27,6 +27,12 @@ const PLANNED_TOKENS: u64 = 8192;
 /// Bytes that stay free.
 const RESERVE: u64 = 256 << 20;
 
+/// Whether key-value and index rows are kept in halves: where they are rounded to FP8 and FP4 anyway, and inputs to halves.
+/// Only the rotary part loses by it.
+pub(super) fn halved_rows(options: &Options) -> bool {
+    options.numerics == Numerics::Official && options.activations == ActivationPrecision::Mixed
+}
+
 impl Plan {
     /// Adds up what the model of a source takes.
     pub fn new(source: &dyn WeightSource, options: &Options) -> Self {
@@ -48,7 +54,7 @@ impl Plan {
             .iter()
             .map(|spec| bytes_of(&spec.gguf_name, spec.n_values(), spec.shape.last().copied().unwrap_or(1)))
             .fold(0, u64::saturating_add);
-        let value_bytes = if options.numerics == Numerics::Official { 2 } else { 4 };
+        let value_bytes = if halved_rows(options) { 2 } else { 4 };
         let tokens = options.context_limit.map_or(PLANNED_TOKENS, |n| n as u64);
         let ring = (h.sliding_window + options.attention_tokens as u64).next_power_of_two() * h.head_dim;
         let cache = (0..h.num_hidden_layers as u32)

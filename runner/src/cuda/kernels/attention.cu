@@ -52,27 +52,7 @@ extern "C" __global__ void append_window_float(const float* rows, float* ring, c
     append_window(rows, ring, positions, width, ring_mask);
 }
 
-// N consecutive values, as wide as loads go.
-template <int N>
-static __device__ __forceinline__ void load_values(const u16* from, float* v) {
-    if constexpr (N == 8) {
-        uint4 raw = *(const uint4*)from;
-        u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int i = 0; i < 4; i++) {
-            v[2 * i] = half_to_float((u16)words[i]);
-            v[2 * i + 1] = half_to_float((u16)(words[i] >> 16));
-        }
-    } else {
-#pragma unroll
-        for (int i = 0; i < N; i += 2) {
-            u32 word = *(const u32*)(from + i);
-            v[i] = half_to_float((u16)word);
-            v[i + 1] = half_to_float((u16)(word >> 16));
-        }
-    }
-}
-
+// N consecutive values.
 template <int N>
 static __device__ __forceinline__ void load_values(const float* from, float* v) {
 #pragma unroll
@@ -306,10 +286,6 @@ extern "C" __global__ void join_parts(
         attend<S, V>(queries, ring, rows, chosen, sinks, frequencies, positions, output, parts, n_heads, n_rotary,      \
                      kind, ring_mask, window, ratio, top_k, n_parts, scale);                                            \
     }
-ATTEND(half_64, u16, 2)
-ATTEND(half_128, u16, 4)
-ATTEND(half_256, u16, 8)
-ATTEND(half_512, u16, 16)
 ATTEND(float_64, float, 2)
 ATTEND(float_128, float, 4)
 ATTEND(float_256, float, 8)
