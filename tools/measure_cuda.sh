@@ -49,10 +49,10 @@ step imatrix-difference "$ggsmith" imatrix diff "$work/cpu.gguf" "$work/cuda.ggu
 step vectors "$ggsmith" vectors check -m "$nano/checkpoint" --vectors "$work/vectors" --numerics exact --activations f32 --backend cuda
 
 if command -v compute-sanitizer >/dev/null; then
-    head -c 3000 "$nano/heldout/prose.txt" >"$work/text.txt"
+    head -c 1500 "$nano/heldout/prose.txt" >"$work/text.txt"
     for tool in memcheck racecheck; do
-        for run in "run -p The --raw -n 6 --temp 0 -m $work/nano-q2.gguf" \
-            "score kld $work/nano-q2.gguf $work/nano-q2.gguf --text $work/text.txt --max-tokens 300"; do
+        for run in "score kld $work/nano-q2.gguf $work/nano-q2.gguf --text $work/text.txt --max-tokens 150" \
+            "run -p The --raw -n 6 --temp 0 -m $work/nano-q2.gguf"; do
             # shellcheck disable=SC2086 # words of a command
             step "$tool-${run%% *}" compute-sanitizer --tool $tool "$ggsmith" $run --backend cuda
         done
