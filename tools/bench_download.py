@@ -90,8 +90,8 @@ def run_rounds(programs, server, folder, hash_rate, n_bytes, n_rounds):
             before = cpu_seconds(server.pid)
             took = child(programs[name], folder)
             results[name].append(took and (*took, cpu_seconds(server.pid) - before))
-            for entry in os.listdir(folder):
-                os.remove(os.path.join(folder, entry))
+            shutil.rmtree(folder)
+            os.mkdir(folder)
     return hashes, {name: runs for name, runs in results.items() if all(runs)}
 
 

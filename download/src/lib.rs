@@ -14,6 +14,7 @@ mod reference;
 pub mod remote;
 mod settings;
 mod space;
+mod stream;
 mod transfer;
 mod unsized_body;
 mod verify;

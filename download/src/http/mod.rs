@@ -257,14 +257,15 @@ pub(crate) fn shown(url: &Url) -> String {
 fn certificate_problem(error: &reqwest::Error) -> Option<String> {
     let mut source = error.source();
     while let Some(cause) = source {
-        let inner = cause.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
-        let tls = inner
-            .and_then(|inner| inner.downcast_ref::<rustls::Error>())
-            .or_else(|| cause.downcast_ref::<rustls::Error>());
-        if let Some(rustls::Error::InvalidCertificate(problem)) = tls {
-            return Some(problem.to_string());
+        if let Some(rustls::Error::InvalidCertificate(_)) = cause.downcast_ref() {
+            return Some(cause.to_string());
         }
-        source = cause.source();
+        // An error in an I/O error is not its source.
+        let inner = cause.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        source = match inner {
+            Some(inner) => Some(inner),
+            None => cause.source(),
+        };
     }
     None
 }

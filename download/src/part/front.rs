@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::sync::{MutexGuard, PoisonError};
 
-use super::{BUFFER_BYTES, Part, State};
+use super::{BUFFER_BYTES, Buffer, Part, State};
 use crate::digest::{Digest, Hasher};
 use crate::error::DownloadError;
 use crate::pieces::Geometry;
@@ -29,8 +29,7 @@ fn kept_before(piece: usize, geometry: Geometry) -> usize {
 pub(super) struct Front {
     /// First byte that is neither hashed nor queued nor being read.
     pub(super) next: u64,
-    pub(super) queue: VecDeque<Vec<u8>>,
-    pub(super) pool: Vec<Vec<u8>>,
+    queue: VecDeque<Buffer>,
     /// The bytes from this piece on are to be hashed again. Before it, a state is kept.
     pub(super) from_piece: Option<usize>,
     pub(super) finished: Option<Digest>,
@@ -40,25 +39,19 @@ pub(super) struct Front {
 }
 
 impl Part {
-    /// Hands a buffer to the digest if it is the next one, and takes an empty one for it. Otherwise the digest reads the
-    /// bytes from the file when it gets there.
-    pub(super) fn offer(&self, mut state: MutexGuard<'_, State>, at: u64, buffer: &mut Vec<u8>) {
-        if state.front.next != at || state.front.from_piece.is_some() {
-            drop(state);
-            self.changed.notify_all();
-            return;
-        }
-        state.front.next += buffer.len() as u64;
-        let epoch = state.front.epoch;
-        while state.front.queue.len() >= MAX_QUEUED && !state.front.stop {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        let mut other = state.front.pool.pop().unwrap_or_default();
-        other.clear();
-        let full = std::mem::replace(buffer, other);
-        // If the digest went back meanwhile, it will read these bytes from the file.
-        if state.front.epoch == epoch {
-            state.front.queue.push_back(full);
+    /// Hands a buffer to the digest if it is the next one. Otherwise the digest reads the bytes from the file when it gets
+    /// there.
+    pub(super) fn offer(&self, mut state: MutexGuard<'_, State>, at: u64, buffer: Buffer) {
+        if state.front.next == at && state.front.from_piece.is_none() {
+            state.front.next += buffer.len() as u64;
+            let epoch = state.front.epoch;
+            while state.front.queue.len() >= MAX_QUEUED && !state.front.stop {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+            // If the digest went back meanwhile, it will read these bytes from the file.
+            if state.front.epoch == epoch {
+                state.front.queue.push_back(buffer);
+            }
         }
         drop(state);
         self.changed.notify_all();
@@ -92,8 +85,8 @@ impl Part {
                 drop(state);
                 self.changed.notify_all();
                 self.hash(&buffer, &mut hasher, &mut hashed, &mut before);
+                drop(buffer);
                 state = self.lock();
-                state.front.pool.push(buffer);
             } else if hashed == self.geometry.n_bytes && state.n_incomplete == 0 {
                 if state.front.finished.is_none() {
                     state.front.finished = Some(hasher.clone().finish());
@@ -108,9 +101,9 @@ impl Part {
                 }
                 state.front.next += n as u64;
                 drop(state);
-                chunk.resize(n, 0);
-                self.read(&mut chunk, hashed)?;
-                self.hash(&chunk, &mut hasher, &mut hashed, &mut before);
+                chunk.resize(BUFFER_BYTES, 0);
+                self.read(&mut chunk[..n], hashed)?;
+                self.hash(&chunk[..n], &mut hasher, &mut hashed, &mut before);
                 state = self.lock();
             }
         }

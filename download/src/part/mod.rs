@@ -1,5 +1,6 @@
 //! One file on its way: the part file, its journal, and the digest of the whole that follows the data.
 
+mod buffer;
 mod front;
 
 use std::fs::{self, File};
@@ -14,12 +15,13 @@ use crate::digest::Digest;
 use crate::error::DownloadError;
 use crate::pieces::{Fingerprint, Geometry, Identity, Journal, Slot};
 use crate::progress::{Event, Observer};
+pub(crate) use buffer::{Buffer, Pool};
 use front::Front;
 
 /// Ends of the names of a part file and its journal, after the target's name.
 pub(crate) const PART_SUFFIX: &str = ".ggsmith-part";
 pub(crate) const JOURNAL_SUFFIX: &str = ".ggsmith-pieces";
-/// Bytes that a connection reads, writes and hands on at a time.
+/// Bytes that are read from disk at a time.
 pub(crate) const BUFFER_BYTES: usize = 256 << 10;
 /// Records of a piece while it is written. What eight connections have not yet recorded when they are killed is, with
 /// their buffers, less than a piece.
@@ -356,35 +358,39 @@ impl Part {
         Some(u64::from(slot.done))
     }
 
-    /// Writes what came at this place of a piece and hands it to the digest. `false` if the connection is to stop because
-    /// the file starts over.
+    /// Whether a piece is to be recorded once these bytes of it are written.
+    pub(crate) fn record_due(&self, piece: usize, at: u64, n_bytes: usize) -> bool {
+        let before = (at - self.geometry.range(piece).start) as u32;
+        let done = before + n_bytes as u32;
+        let step = (self.geometry.piece_bytes / RECORDS_PER_PIECE).max(1);
+        done == self.geometry.len(piece) || done / step > before / step
+    }
+
+    /// Writes what came at this place of a piece and hands it to the digest. `record`: the piece's fingerprint up to here,
+    /// if the journal is to have it. `false` if the connection is to stop because the file starts over.
     pub(crate) fn write(
         &self,
         piece: usize,
         at: u64,
-        buffer: &mut Vec<u8>,
-        fingerprint: &mut Fingerprint,
+        buffer: Buffer,
+        record: Option<u128>,
     ) -> Result<bool, DownloadError> {
-        self.file.write_all_at(buffer, at).map_err(DownloadError::io("write", &self.path))?;
-        fingerprint.update(buffer);
+        self.file.write_all_at(&buffer, at).map_err(DownloadError::io("write", &self.path))?;
         let start = self.geometry.range(piece).start;
-        let slot = Slot { done: (at + buffer.len() as u64 - start) as u32, fingerprint: 0 };
+        let done = (at + buffer.len() as u64 - start) as u32;
+        let slot = Slot { done, fingerprint: record.unwrap_or(0) };
         let complete = slot.done == self.geometry.len(piece);
-        let step = (self.geometry.piece_bytes / RECORDS_PER_PIECE).max(1);
-        let before = (at - start) as u32;
-        let record = complete || slot.done / step > before / step;
         let mut state = self.lock();
         if state.restart.is_some() {
             return Ok(false);
         }
-        let slot = if record { Slot { fingerprint: fingerprint.value(), ..slot } } else { slot };
         state.slots[piece] = slot;
         if complete {
             state.n_incomplete -= 1;
             state.finish_taken = false;
         }
         self.offer(state, at, buffer);
-        if record {
+        if record.is_some() {
             self.journal.put(piece, slot)?;
         }
         Ok(true)
@@ -579,10 +585,16 @@ fn tell_restart(observer: &dyn Observer, file: &str, reason: &str) {
     observer.event(&Event::Restarted { file, reason });
 }
 
+/// `f_type` of file systems in memory: there, room is reserved by filling it, which takes as long as the writing.
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
+
 /// Reserves the room, where the file system can, so that it does not run out later.
 fn reserve(file: &File, n_bytes: u64) -> std::io::Result<()> {
     if n_bytes == 0 {
         return Ok(());
+    }
+    if rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type == TMPFS_MAGIC) {
+        return file.set_len(n_bytes);
     }
     match rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, n_bytes) {
         Err(rustix::io::Errno::NOSPC) => Err(rustix::io::Errno::NOSPC.into()),
