@@ -24,7 +24,7 @@ pub use fetch::{Report, ReportedFile};
 pub use hub::replace_link;
 pub use plan::{Destination, FileState, Plan, PlannedFile, Request};
 pub use reference::{DEFAULT_REVISION, HubReference, Reference, fits};
-pub use settings::{PUBLIC_HUB, Retry, Settings, Token};
+pub use settings::{MAX_CONNECTIONS, PUBLIC_HUB, Retry, Settings, Token};
 pub use verify::{FileCheck, VerifiedFile, VerifyOptions, VerifyReport};
 
 /// Downloads files by these settings.

@@ -13,6 +13,9 @@ use crate::error::DownloadError;
 /// The public hub.
 pub const PUBLIC_HUB: &str = "https://huggingface.co";
 
+/// Most connections: each costs up to a MiB in the HTTP library, and a download is to stay below 64 MiB of memory.
+pub const MAX_CONNECTIONS: usize = 32;
+
 /// Limit on silence where nobody sets one.
 const DEFAULT_INACTIVITY: Duration = Duration::from_secs(30);
 
@@ -60,7 +63,7 @@ pub struct Settings {
     pub cache: PathBuf,
     /// No request at all.
     pub offline: bool,
-    /// Requests at a time, over all files.
+    /// Requests at a time, over all files; 1 to [`MAX_CONNECTIONS`].
     pub connections: usize,
     /// A connection that brings nothing for so long is dropped.
     pub inactivity: Duration,

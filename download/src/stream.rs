@@ -39,16 +39,8 @@ struct Filled {
     piece: usize,
     at: u64,
     buffer: Buffer,
-    /// Fingerprint of the piece so far, if it is to be recorded.
-    record: Option<u128>,
-}
-
-/// How a body ended.
-struct End {
-    /// What failed; the bytes before that are kept.
-    trouble: Option<Trouble>,
-    /// A piece that is begun, and the fingerprint of what is there of it.
-    left: Option<(usize, Fingerprint)>,
+    /// Fingerprint of the piece up to their end.
+    fingerprint: u128,
 }
 
 impl Stream<'_> {
@@ -56,18 +48,14 @@ impl Stream<'_> {
     pub(crate) fn pour(mut self, run: &Run, body: &Body) -> Result<(), Trouble> {
         let part = self.part;
         let fingerprint = part.begun(run, self.job.pool.take().space())?;
-        let (written, end) = std::thread::scope(|scope| {
+        std::thread::scope(|scope| {
             let (filled, to_write) = sync_channel(MAX_UNWRITTEN);
             let writer = scope.spawn(move || write(part, to_write));
-            let end = self.receive(run, body, fingerprint, &filled);
+            let received = self.receive(run, body, fingerprint, &filled);
             drop(filled);
-            (writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)), end)
-        });
-        written?;
-        if let Some((piece, fingerprint)) = end.left {
-            part.leave(piece, &fingerprint)?;
-        }
-        end.trouble.map_or(Ok(()), Err)
+            writer.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))?;
+            received
+        })
     }
 
     fn receive(
@@ -76,12 +64,11 @@ impl Stream<'_> {
         body: &Body,
         mut fingerprint: Fingerprint,
         filled: &SyncSender<Filled>,
-    ) -> End {
+    ) -> Result<(), Trouble> {
         let part = self.part;
         let encoding = self.answer.encoding();
         let suspicious = self.answer.is_html();
         let mut first = true;
-        let over = |trouble| End { trouble, left: None };
         while self.at < body.end {
             let piece = part.geometry.piece_of(self.at.max(body.start));
             let piece_end = part.geometry.range(piece).end;
@@ -90,35 +77,29 @@ impl Stream<'_> {
             let read = self.fill(&mut buffer, (limit - self.at) as usize);
             if first && !buffer.is_empty() {
                 first = false;
-                let look = suspicious || self.at == 0;
-                if let Err(trouble) = check_start(part, &self.answer, &buffer, encoding.as_deref(), look) {
-                    return over(Some(trouble));
-                }
+                check_start(part, &self.answer, &buffer, encoding.as_deref(), suspicious || self.at == 0)?;
             }
             let at = self.at;
             self.at += buffer.len() as u64;
             if at >= body.start && !buffer.is_empty() {
-                match self.keep(run, piece, at, buffer, &mut fingerprint, filled) {
-                    Err(error) => return over(Some(error.into())),
-                    Ok(false) => return over(None),
-                    Ok(true) => {}
+                if !self.keep(run, piece, at, buffer, &mut fingerprint, filled)? {
+                    return Ok(());
                 }
                 if self.at == piece_end {
                     fingerprint = Fingerprint::new();
                 }
             }
-            if read.is_err() || self.job.stopped() {
-                let begun = !run.compare && self.wanted && self.at > body.start && self.at < piece_end;
-                let trouble = read.err().map(|problem| {
-                    let what = format!("{}: {problem} at byte {}", host(&self.answer.url), self.at);
-                    Trouble::Passing { what, wait: None }
-                });
-                return End { trouble, left: begun.then_some((piece, fingerprint)) };
+            if let Err(problem) = read {
+                let what = format!("{}: {problem} at byte {}", host(&self.answer.url), self.at);
+                return Err(Trouble::Passing { what, wait: None });
+            }
+            if self.job.stopped() {
+                return Ok(());
             }
         }
         // Lets the connection be used again if the body ends here, as it should.
         let _ = self.answer.response.read(&mut [0]);
-        over(None)
+        Ok(())
     }
 
     /// Reads up to `limit` bytes. What came before a failure is in the buffer.
@@ -173,8 +154,8 @@ impl Stream<'_> {
                 return Ok(true);
             }
             fingerprint.update(&buffer);
-            let record = part.record_due(piece, at, buffer.len()).then(|| fingerprint.value());
-            if filled.send(Filled { piece, at, buffer, record }).is_err() {
+            let fingerprint = fingerprint.value();
+            if filled.send(Filled { piece, at, buffer, fingerprint }).is_err() {
                 // The other thread has stopped; it says why.
                 return Ok(false);
             }
@@ -189,8 +170,8 @@ impl Stream<'_> {
 
 /// Writes what comes until there is no more, or the file starts over.
 fn write(part: &Part, to_write: Receiver<Filled>) -> Result<(), DownloadError> {
-    for Filled { piece, at, buffer, record } in to_write {
-        if !part.write(piece, at, buffer, record)? {
+    for Filled { piece, at, buffer, fingerprint } in to_write {
+        if !part.write(piece, at, buffer, fingerprint)? {
             break;
         }
     }

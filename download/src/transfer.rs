@@ -15,7 +15,7 @@ use crate::http::{Answer, Ask, Backoff, Client, Gate, Trouble, host};
 use crate::part::{Opening, Part, Pool, Remedy, Run, Verdict};
 use crate::probe::{Found, probe};
 use crate::progress::{Event, Meter, Observer};
-use crate::settings::Settings;
+use crate::settings::{MAX_CONNECTIONS, Settings};
 use crate::stream::{Body, Stream};
 use crate::{space, unsized_body};
 
@@ -64,6 +64,7 @@ pub(crate) fn fetch_all(
     }
     space::check(items.iter().zip(&found).map(|(item, found)| (item.target.as_path(), found.n_bytes)))?;
     let n_bytes = found.iter().filter_map(|found| found.n_bytes).sum();
+    let connections = settings.connections.clamp(1, MAX_CONNECTIONS);
     let job = Job {
         client,
         settings,
@@ -71,7 +72,8 @@ pub(crate) fn fetch_all(
         found,
         observer,
         meter: Meter::new(items.len(), n_bytes),
-        pool: Pool::new(settings.connections),
+        pool: Pool::new(connections),
+        connections,
         gate: Gate::default(),
         queue: Mutex::new(Queue {
             waiting: (0..items.len()).collect(),
@@ -84,8 +86,7 @@ pub(crate) fn fetch_all(
         stop: AtomicBool::new(false),
     };
     std::thread::scope(|scope| {
-        let connections: Vec<_> =
-            (0..settings.connections.max(1)).map(|_| scope.spawn(|| job.work(scope))).collect();
+        let connections: Vec<_> = (0..job.connections).map(|_| scope.spawn(|| job.work(scope))).collect();
         for connection in connections {
             if connection.join().is_err() {
                 job.stop.store(true, Ordering::SeqCst);
@@ -113,6 +114,7 @@ pub(crate) struct Job<'a> {
     pub(crate) observer: &'a dyn Observer,
     pub(crate) meter: Meter,
     pub(crate) pool: Arc<Pool>,
+    connections: usize,
     gate: Gate,
     queue: Mutex<Queue>,
     changed: Condvar,
@@ -185,7 +187,7 @@ impl Job<'_> {
                 if active.part.take_finish() {
                     return Some(Work::Finish(active.clone()));
                 }
-                if let Some(run) = active.part.take_run(self.settings.connections, MAX_RUN_BYTES) {
+                if let Some(run) = active.part.take_run(self.connections, MAX_RUN_BYTES) {
                     return Some(Work::Run(active.clone(), run));
                 }
             }

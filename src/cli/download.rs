@@ -7,8 +7,8 @@ use clap::{Args, Subcommand};
 use download::catalogue::{Target, target, targets};
 use download::progress::{Event, Observer};
 use download::{
-    Destination, Digest, DownloadError, Downloader, FileCheck, FileState, Plan, Reference, Report, Request,
-    Settings, Token, VerifyOptions, VerifyReport,
+    Destination, Digest, DownloadError, Downloader, FileCheck, FileState, MAX_CONNECTIONS, Plan, Reference,
+    Report, Request, Settings, Token, VerifyOptions, VerifyReport,
 };
 use serde_json::json;
 
@@ -84,8 +84,8 @@ struct TransferArguments {
     /// Hub token, instead of HF_TOKEN. Sent to the hub and to nobody else.
     #[arg(long, value_name = "TOKEN")]
     token: Option<String>,
-    /// Requests at a time.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    /// Requests at a time, at most 32.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=MAX_CONNECTIONS as i64))]
     connections: Option<u16>,
     /// Seconds without a byte after which a connection is given up.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]

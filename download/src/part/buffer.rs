@@ -7,8 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 const MAX_BUFFER_BYTES: usize = 512 << 10;
 /// Fewer are not worth the handing around.
 const MIN_BUFFER_BYTES: usize = 64 << 10;
-/// Bytes of all buffers together, as long as they are not too many.
-const POOL_BYTES: usize = 16 << 20;
+/// Bytes of all buffers together.
+const POOL_BYTES: usize = 8 << 20;
 
 /// All buffers.
 #[derive(Debug)]
@@ -91,10 +91,11 @@ impl Drop for Buffer {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::settings::MAX_CONNECTIONS;
 
     #[test]
     fn memory_is_bounded_whatever_the_connections() {
-        for connections in 1..=64 {
+        for connections in 1..=MAX_CONNECTIONS {
             let pool = Pool::new(connections);
             let n_buffers = pool.idle.lock().unwrap().n_unmade;
             assert!(n_buffers > 2 * connections);

@@ -23,10 +23,6 @@ pub(crate) const PART_SUFFIX: &str = ".ggsmith-part";
 pub(crate) const JOURNAL_SUFFIX: &str = ".ggsmith-pieces";
 /// Bytes that are read from disk at a time.
 pub(crate) const BUFFER_BYTES: usize = 256 << 10;
-/// Records of a piece while it is written. What eight connections have not yet recorded when they are killed is, with
-/// their buffers, less than a piece.
-const RECORDS_PER_PIECE: u32 = 32;
-
 /// A part file and what is known of it. Shared by the connections that fill it.
 pub(crate) struct Part {
     /// Name for messages.
@@ -358,54 +354,30 @@ impl Part {
         Some(u64::from(slot.done))
     }
 
-    /// Whether a piece is to be recorded once these bytes of it are written.
-    pub(crate) fn record_due(&self, piece: usize, at: u64, n_bytes: usize) -> bool {
-        let before = (at - self.geometry.range(piece).start) as u32;
-        let done = before + n_bytes as u32;
-        let step = (self.geometry.piece_bytes / RECORDS_PER_PIECE).max(1);
-        done == self.geometry.len(piece) || done / step > before / step
-    }
-
-    /// Writes what came at this place of a piece and hands it to the digest. `record`: the piece's fingerprint up to here,
-    /// if the journal is to have it. `false` if the connection is to stop because the file starts over.
+    /// Writes what came at this place of a piece, records it and hands it to the digest. `fingerprint`: of the piece up to
+    /// the end of these bytes. `false` if the connection is to stop because the file starts over.
     pub(crate) fn write(
         &self,
         piece: usize,
         at: u64,
         buffer: Buffer,
-        record: Option<u128>,
+        fingerprint: u128,
     ) -> Result<bool, DownloadError> {
         self.file.write_all_at(&buffer, at).map_err(DownloadError::io("write", &self.path))?;
-        let start = self.geometry.range(piece).start;
-        let done = (at + buffer.len() as u64 - start) as u32;
-        let slot = Slot { done, fingerprint: record.unwrap_or(0) };
-        let complete = slot.done == self.geometry.len(piece);
+        let done = (at + buffer.len() as u64 - self.geometry.range(piece).start) as u32;
+        let slot = Slot { done, fingerprint };
         let mut state = self.lock();
         if state.restart.is_some() {
             return Ok(false);
         }
         state.slots[piece] = slot;
-        if complete {
+        if done == self.geometry.len(piece) {
             state.n_incomplete -= 1;
             state.finish_taken = false;
         }
+        self.journal.put(piece, slot)?;
         self.offer(state, at, buffer);
-        if record.is_some() {
-            self.journal.put(piece, slot)?;
-        }
         Ok(true)
-    }
-
-    /// Records what is there of a piece that a connection leaves unfinished.
-    pub(crate) fn leave(&self, piece: usize, fingerprint: &Fingerprint) -> Result<(), DownloadError> {
-        let mut state = self.lock();
-        if state.restart.is_some() || state.slots[piece].done == 0 {
-            return Ok(());
-        }
-        state.slots[piece].fingerprint = fingerprint.value();
-        let slot = state.slots[piece];
-        drop(state);
-        self.journal.put(piece, slot)
     }
 
     /// A piece came a second time. `false` if it is not as before; it is then to be fetched once more and kept.
@@ -493,6 +465,10 @@ impl Part {
     pub(crate) fn note_etag(&self, etag: Option<&str>) -> Result<Option<String>, DownloadError> {
         let Some(etag) = etag else { return Ok(None) };
         let mut state = self.lock();
+        if state.restart.is_some() {
+            // An answer from before the change, read after it, is not another change.
+            return Ok(state.identity.etag.clone());
+        }
         match &state.identity.etag {
             Some(known) if known == etag => Ok(None),
             None => {
@@ -505,7 +481,7 @@ impl Part {
                 state.identity.etag = Some(etag.to_owned());
                 if self.digest.is_some() {
                     self.journal.rename(&state.identity)?;
-                } else if state.restart.is_none() {
+                } else {
                     state.n_restarts += 1;
                     state.restart = Some(format!("its ETag was {before} and is {etag}"));
                 }
