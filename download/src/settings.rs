@@ -13,8 +13,8 @@ use crate::error::DownloadError;
 /// The public hub.
 pub const PUBLIC_HUB: &str = "https://huggingface.co";
 
-/// Most connections: each costs up to a MiB in the HTTP library, and a download is to stay below 64 MiB of memory.
-pub const MAX_CONNECTIONS: usize = 32;
+/// Most connections: each costs more than a MiB in the HTTP library, and a download is to stay below 64 MiB of memory.
+pub const MAX_CONNECTIONS: usize = 24;
 
 /// Limit on silence where nobody sets one.
 const DEFAULT_INACTIVITY: Duration = Duration::from_secs(30);

@@ -84,7 +84,7 @@ struct TransferArguments {
     /// Hub token, instead of HF_TOKEN. Sent to the hub and to nobody else.
     #[arg(long, value_name = "TOKEN")]
     token: Option<String>,
-    /// Requests at a time, at most 32.
+    /// Requests at a time, at most 24.
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=MAX_CONNECTIONS as i64))]
     connections: Option<u16>,
     /// Seconds without a byte after which a connection is given up.
