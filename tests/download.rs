@@ -1,8 +1,11 @@
 //! `ggsmith download` and its relatives as users run them, against a hub on the loopback address.
 
 use std::fs;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use test_vectors::hub::{LoopbackHub, Origin, Published, noise, ranged, sha256};
@@ -20,7 +23,8 @@ fn ggsmith(endpoint: &str, home: &Path) -> Command {
     {
         command.env_remove(name);
     }
-    for name in ["http_proxy", "https_proxy", "all_proxy", "XDG_CACHE_HOME"] {
+    for name in ["http_proxy", "https_proxy", "all_proxy", "XDG_CACHE_HOME", "SSL_CERT_FILE", "DS4_GGUF_DIR"]
+    {
         command.env_remove(name);
     }
     command.env("HF_ENDPOINT", endpoint).env("HF_HOME", home);
@@ -73,6 +77,10 @@ fn the_path_is_the_last_line_and_everything_else_goes_to_stderr() {
     assert_eq!(fs::read(stdout.trim_end()).unwrap(), noise(300_000, 5));
     assert!(stdout.contains("/hub/models--org--model/snapshots/"), "{stdout}");
     assert!(stderr.contains("1 files to fetch") && stderr.contains("as announced"), "{stderr}");
+    // No terminal: plain lines, with the file, the total, the rate and the time left.
+    let line = stderr.lines().find(|line| line.starts_with("downloading m.gguf at 100 %")).unwrap();
+    assert!(line.contains("(0/1 files done): ") && line.contains("/s, ETA "), "{line}");
+    assert!(!stderr.contains('\r') && !stderr.contains('\u{1b}'), "{stderr}");
     // A second time it is there, and quiet means quiet.
     let (again, stderr) = done(&mut download(&["--quiet"]));
     assert_eq!((again, stderr.as_str()), (stdout.clone(), ""));
@@ -172,7 +180,7 @@ fn resumed_at(stderr: &str) -> u64 {
 
 fn spawn(hub: &LoopbackHub, home: &Path) -> Child {
     ggsmith(&hub.hub.url(), home)
-        .args(["download", &format!("hf:{REPOSITORY}/{FILE}"), "--local-dir", ".", "--connections", "4"])
+        .args(["download", &format!("hf:{REPOSITORY}/{FILE}"), "--local-dir", "."])
         .current_dir(home)
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -293,6 +301,124 @@ fn proxies_are_asked_and_can_be_excepted() {
     direct.args(["download", &format!("{}/b.bin", proxy.url())]).current_dir(home.path());
     done(direct.env("HTTP_PROXY", "http://127.0.0.1:1").env("NO_PROXY", "127.0.0.1"));
     assert!(proxy.requests()[before..].iter().all(|request| request.path == "/b.bin"));
+}
+
+/// A proxy that is asked for tunnels, and where to they lead. It ends with the test.
+fn tunnels(goal: SocketAddr) -> (String, Arc<Mutex<Vec<String>>>) {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    let asked = Arc::new(Mutex::new(Vec::new()));
+    let heads = asked.clone();
+    std::thread::spawn(move || {
+        for client in listener.incoming() {
+            let (mut client, heads) = (client.unwrap(), heads.clone());
+            std::thread::spawn(move || {
+                let mut head = Vec::new();
+                while !head.ends_with(b"\r\n\r\n") {
+                    let mut byte = [0];
+                    client.read_exact(&mut byte).unwrap();
+                    head.push(byte[0]);
+                }
+                heads.lock().unwrap().push(text(&head));
+                client.write_all(b"HTTP/1.1 200 Connection established\r\n\r\n").unwrap();
+                let mut server = TcpStream::connect(goal).unwrap();
+                let (mut to_server, mut from_client) =
+                    (server.try_clone().unwrap(), client.try_clone().unwrap());
+                std::thread::spawn(move || {
+                    let _ = std::io::copy(&mut from_client, &mut to_server);
+                    let _ = to_server.shutdown(Shutdown::Write);
+                });
+                let _ = std::io::copy(&mut server, &mut client);
+                let _ = client.shutdown(Shutdown::Both);
+            });
+        }
+    });
+    (url, asked)
+}
+
+/// Over TLS: the system's roots or those of `SSL_CERT_FILE` decide, proxies see a tunnel and no token, and no redirect
+/// leads out of it.
+#[test]
+fn tls_is_checked_and_goes_through_tunnels() {
+    let body: Body = noise(3_000_000, 1).into();
+    let shared = body.clone();
+    let server = Server::start_tls(move |request| match request.path.as_str() {
+        "/away" => Response::status(302).header("location", "http://127.0.0.1:1/a.bin"),
+        _ => ranged(request, &shared, "\"e\""),
+    });
+    let home = tempfile::tempdir().unwrap();
+    let root = home.path().join("root.pem");
+    fs::write(&root, test_vectors::tls::ROOT_PEM).unwrap();
+    let download = |path: &str| {
+        let mut command = ggsmith(&server.url(), home.path());
+        let url = format!("{}/{path}", server.url());
+        command.args(["download", &url, "--sha256", &sha256(&body)]).current_dir(home.path());
+        command.env("HF_TOKEN", "hf_verysecret").env("SSL_CERT_FILE", &root);
+        command
+    };
+    done(&mut download("a.bin"));
+    assert_eq!(fs::read(home.path().join("a.bin")).unwrap(), body.to_vec());
+    let authorized = |request: &test_vectors::server::Request| request.header("authorization").is_some();
+    assert!(server.requests().iter().all(authorized), "this is the endpoint's origin");
+
+    let (proxy, asked) = tunnels(server.address());
+    done(download("b.bin").env("HTTPS_PROXY", proxy));
+    assert_eq!(fs::read(home.path().join("b.bin")).unwrap(), body.to_vec());
+    let asked = asked.lock().unwrap();
+    assert!(!asked.is_empty());
+    for head in asked.iter() {
+        assert!(head.starts_with(&format!("CONNECT {} ", server.address())), "{head}");
+        assert!(!head.contains("secret"), "{head}");
+    }
+
+    let error = fails(&mut download("away"), 1);
+    assert!(error.contains("which is not safe"), "{error}");
+    // Without the root the certificate is nobody's.
+    let before = server.requests().len();
+    let other = home.path().join("none.pem");
+    fs::write(&other, "").unwrap();
+    let mut distrusting = download("c.bin");
+    let error = fails(distrusting.env("SSL_CERT_FILE", &other), 1);
+    assert!(error.contains("its certificate is not trusted") && error.contains("SSL_CERT_FILE"), "{error}");
+    assert!(!error.contains("trying again"), "one attempt is enough: {error}");
+    assert!(!home.path().join("c.bin").exists());
+    assert_eq!(server.requests().len(), before);
+}
+
+/// What ds4's users and those of older hub tools have in their scripts.
+#[test]
+fn conventions_of_other_tools_are_kept() {
+    let target = download::catalogue::target("flash-q2").unwrap();
+    let listed = &target.files[0];
+    let model = Published {
+        path: listed.path.clone(),
+        body: Body { block: vec![7; 1024].into(), start: 0, n_bytes: listed.bytes.unwrap() },
+        large: true,
+        digest: listed.sha256.clone().unwrap(),
+    };
+    let hub = LoopbackHub::start(&target.repository, vec![model], |_, response| response);
+    let home = tempfile::tempdir().unwrap();
+    let place = |extra: &[&str]| {
+        let mut command = ggsmith(&hub.hub.url(), home.path());
+        command
+            .args(["download", "flash-q2", "--dry-run", "--json"])
+            .args(extra)
+            .env("DS4_GGUF_DIR", "theirs");
+        let plan: serde_json::Value = serde_json::from_str(&done(&mut command).0).unwrap();
+        plan["place"].as_str().unwrap().to_owned()
+    };
+    assert_eq!(place(&[]), format!("theirs/{}", listed.path));
+    assert_eq!(place(&["--local-dir", "mine"]), format!("mine/{}", listed.path));
+    let cache = home.path().join("cache").display().to_string();
+    assert!(place(&["--cache-dir", &cache]).starts_with(&cache));
+
+    let hub = small_hub();
+    let mut old = ggsmith(&hub.hub.url(), home.path());
+    old.args(["download", &format!("hf:{REPOSITORY}/{FILE}"), "--local-dir", "."]).current_dir(home.path());
+    old.args(["--resume-download", "--local-dir-use-symlinks", "False"]);
+    let (_, stderr) = done(&mut old);
+    assert!(stderr.contains("accepted and ignored"), "{stderr}");
+    assert_eq!(fs::read(home.path().join(FILE)).unwrap(), noise(300_000, 5));
 }
 
 /// A checkpoint as a repository.

@@ -35,6 +35,16 @@ pub enum DownloadError {
         /// The library's own words.
         problem: String,
     },
+    /// The server's certificate is not one that is trusted.
+    #[error(
+        "{host}: its certificate is not trusted: {problem}\n  if a proxy of your network opens connections, name the file with its root certificate in SSL_CERT_FILE; otherwise somebody answers in the place of {host}"
+    )]
+    Certificate {
+        /// Host and port.
+        host: String,
+        /// The library's own words.
+        problem: String,
+    },
     /// Offline by `HF_HUB_OFFLINE`, and not there.
     #[error("`{wanted}` is not in `{}`, and HF_HUB_OFFLINE forbids asking the hub\n  unset it, or give a folder that has the file", looked_in.display())]
     Offline {

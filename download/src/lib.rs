@@ -14,6 +14,7 @@ mod reference;
 pub mod remote;
 mod settings;
 mod space;
+mod stream;
 mod transfer;
 mod unsized_body;
 mod verify;
@@ -23,7 +24,7 @@ pub use fetch::{Report, ReportedFile};
 pub use hub::replace_link;
 pub use plan::{Destination, FileState, Plan, PlannedFile, Request};
 pub use reference::{DEFAULT_REVISION, HubReference, Reference, fits};
-pub use settings::{PUBLIC_HUB, Retry, Settings, Token};
+pub use settings::{MAX_CONNECTIONS, PUBLIC_HUB, Retry, Settings, Token};
 pub use verify::{FileCheck, VerifiedFile, VerifyOptions, VerifyReport};
 
 /// Downloads files by these settings.

@@ -206,7 +206,7 @@ impl Downloader {
             Destination::Cache => {
                 let cache = Cache::new(&self.settings.cache, repository);
                 let links = self.settings.use_links && cache.can_link();
-                if self.settings.use_links && !links {
+                if self.settings.use_links && !links && self.settings.warn_without_links {
                     observer.event(&Event::Warning(
                         "links cannot be made in the cache: files are put where links would be, and a file that two revisions share takes its room twice",
                     ));

@@ -13,6 +13,12 @@ use crate::error::DownloadError;
 /// The public hub.
 pub const PUBLIC_HUB: &str = "https://huggingface.co";
 
+/// Most connections: each costs more than a MiB in the HTTP library, and a download is to stay below 64 MiB of memory.
+pub const MAX_CONNECTIONS: usize = 24;
+
+/// Limit on silence where nobody sets one.
+const DEFAULT_INACTIVITY: Duration = Duration::from_secs(30);
+
 /// A hub token. Not shown by `Debug`, sent to the hub's own host and nowhere else.
 #[derive(Clone, PartialEq, Eq)]
 pub struct Token(String);
@@ -57,16 +63,24 @@ pub struct Settings {
     pub cache: PathBuf,
     /// No request at all.
     pub offline: bool,
-    /// Requests at a time, over all files.
+    /// Requests at a time, over all files; 1 to [`MAX_CONNECTIONS`].
     pub connections: usize,
     /// A connection that brings nothing for so long is dropped.
     pub inactivity: Duration,
+    /// The same of answers to questions about files, such as listings and sizes.
+    pub answer_within: Duration,
     /// How failed requests are repeated.
     pub retry: Retry,
     /// Bytes of a piece: what is verified and, if wrong, fetched again by itself.
     pub piece_bytes: u32,
     /// Whether snapshots may link to blobs; `false` puts real files there.
     pub use_links: bool,
+    /// ds4's own folder of models: where files of the catalogue go if nothing else is said.
+    pub model_folder: Option<PathBuf>,
+    /// Plain lines in place of bars.
+    pub plain_progress: bool,
+    /// Whether a cache without links is worth a warning.
+    pub warn_without_links: bool,
     /// Start although another program's unfinished download lies beside the target.
     pub beside_foreign: bool,
     /// Replace files that are there and differ.
@@ -76,10 +90,11 @@ pub struct Settings {
 impl Settings {
     /// The hub conventions: `HF_ENDPOINT`; `HF_TOKEN`, the file in `HF_TOKEN_PATH`, `$HF_HOME/token`; `HF_HUB_CACHE`, else
     /// `$HF_HOME/hub`, with `HF_HOME` defaulting to `$XDG_CACHE_HOME/huggingface` and `~/.cache/huggingface`;
-    /// `HF_HUB_OFFLINE`. Proxies are the HTTP library's business.
+    /// `HF_HUB_OFFLINE`; `HF_HUB_DOWNLOAD_TIMEOUT` and `HF_HUB_ETAG_TIMEOUT` in seconds;
+    /// `HF_HUB_DISABLE_SYMLINKS_WARNING`; `HF_HUB_DISABLE_PROGRESS_BARS`; `DS4_GGUF_DIR`. Proxies and `SSL_CERT_FILE` are the HTTP library's business.
     ///
     /// # Errors
-    /// If `HF_ENDPOINT` is no address.
+    /// If `HF_ENDPOINT` is no address, or a limit no time.
     pub fn from_environment() -> Result<Self, DownloadError> {
         Self::from_variables(&|name| env::var(name).ok().filter(|value| !value.is_empty()))
     }
@@ -108,6 +123,16 @@ impl Settings {
                 .or_else(|| fs::read_to_string(file).ok())
                 .and_then(|text| Token::new(&text))
         };
+        let seconds = |name: &'static str| -> Result<Option<Duration>, DownloadError> {
+            let Some(text) = get(name) else { return Ok(None) };
+            let time = text.trim().parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok());
+            match time.filter(|time| !time.is_zero()) {
+                Some(time) => Ok(Some(time)),
+                None => {
+                    Err(DownloadError::Setting { setting: name, found: text, expected: "seconds above 0" })
+                }
+            }
+        };
         let endpoint = get("HF_ENDPOINT").unwrap_or_else(|| PUBLIC_HUB.to_owned());
         let cache = get("HF_HUB_CACHE").or_else(|| get("HUGGINGFACE_HUB_CACHE"));
         Ok(Self {
@@ -116,7 +141,8 @@ impl Settings {
             cache: cache.map_or_else(|| home.join("hub"), PathBuf::from),
             offline: truth("HF_HUB_OFFLINE"),
             connections: 8,
-            inactivity: Duration::from_secs(30),
+            inactivity: seconds("HF_HUB_DOWNLOAD_TIMEOUT")?.unwrap_or(DEFAULT_INACTIVITY),
+            answer_within: seconds("HF_HUB_ETAG_TIMEOUT")?.unwrap_or(DEFAULT_INACTIVITY),
             retry: Retry {
                 first_wait: Duration::from_millis(500),
                 longest_wait: Duration::from_mins(5),
@@ -124,6 +150,9 @@ impl Settings {
             },
             piece_bytes: 8 << 20,
             use_links: true,
+            model_folder: get("DS4_GGUF_DIR").map(PathBuf::from),
+            plain_progress: truth("HF_HUB_DISABLE_PROGRESS_BARS"),
+            warn_without_links: !truth("HF_HUB_DISABLE_SYMLINKS_WARNING"),
             beside_foreign: false,
             overwrite: false,
         })
@@ -174,6 +203,19 @@ mod tests {
         assert_eq!(token(&[("HF_HOME", home), ("HF_TOKEN", "hf_var")]), Token::new("hf_var"));
         assert_eq!(token(&[("HF_HOME", home), ("HF_HUB_DISABLE_IMPLICIT_TOKEN", "1")]), None);
         assert!(!format!("{:?}", token(&[("HF_HOME", home)])).contains("hf_file"));
+    }
+
+    #[test]
+    fn limits_are_seconds_and_apply_to_their_own_requests() {
+        let limits =
+            |variables: &[(&str, &str)]| settings(variables).map(|s| (s.inactivity, s.answer_within));
+        assert_eq!(limits(&[]).unwrap(), (DEFAULT_INACTIVITY, DEFAULT_INACTIVITY));
+        let both = [("HF_HUB_DOWNLOAD_TIMEOUT", "10"), ("HF_HUB_ETAG_TIMEOUT", "2.5")];
+        assert_eq!(limits(&both).unwrap(), (Duration::from_secs(10), Duration::from_millis(2500)));
+        for wrong in ["0", "-1", "soon", "nan", "1e300"] {
+            let error = limits(&[("HF_HUB_ETAG_TIMEOUT", wrong)]).unwrap_err();
+            assert!(error.to_string().contains("HF_HUB_ETAG_TIMEOUT"), "{error}");
+        }
     }
 
     #[test]

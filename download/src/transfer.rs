@@ -1,7 +1,6 @@
 //! Fetching files: connections that take pieces of whichever file has some left.
 
 use std::collections::VecDeque;
-use std::io::Read;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -12,18 +11,16 @@ use reqwest::Url;
 
 use crate::digest::Digest;
 use crate::error::DownloadError;
-use crate::http::{Answer, Ask, Backoff, Client, Gate, Trouble, describe_body, host, recognise};
-use crate::part::{BUFFER_BYTES, Opening, Part, Remedy, Run, Verdict};
-use crate::pieces::Fingerprint;
+use crate::http::{Answer, Ask, Backoff, Client, Gate, Trouble, host};
+use crate::part::{Opening, Part, Pool, Remedy, Run, Verdict};
 use crate::probe::{Found, probe};
 use crate::progress::{Event, Meter, Observer};
-use crate::settings::Settings;
+use crate::settings::{MAX_CONNECTIONS, Settings};
+use crate::stream::{Body, Stream};
 use crate::{space, unsized_body};
 
 /// Most bytes that one request asks for: signed addresses are renewed between requests.
 const MAX_RUN_BYTES: u64 = 64 << 20;
-/// A connection hands on what it has when it has so many bytes, even if its buffer would hold more.
-const LEAST_READ_BYTES: usize = 64 << 10;
 /// A file that changes more often while it is fetched is given up.
 const MAX_RESTARTS: u32 = 3;
 
@@ -67,6 +64,7 @@ pub(crate) fn fetch_all(
     }
     space::check(items.iter().zip(&found).map(|(item, found)| (item.target.as_path(), found.n_bytes)))?;
     let n_bytes = found.iter().filter_map(|found| found.n_bytes).sum();
+    let connections = settings.connections.clamp(1, MAX_CONNECTIONS);
     let job = Job {
         client,
         settings,
@@ -74,6 +72,8 @@ pub(crate) fn fetch_all(
         found,
         observer,
         meter: Meter::new(items.len(), n_bytes),
+        pool: Pool::new(connections),
+        connections,
         gate: Gate::default(),
         queue: Mutex::new(Queue {
             waiting: (0..items.len()).collect(),
@@ -86,8 +86,7 @@ pub(crate) fn fetch_all(
         stop: AtomicBool::new(false),
     };
     std::thread::scope(|scope| {
-        let connections: Vec<_> =
-            (0..settings.connections.max(1)).map(|_| scope.spawn(|| job.work(scope))).collect();
+        let connections: Vec<_> = (0..job.connections).map(|_| scope.spawn(|| job.work(scope))).collect();
         for connection in connections {
             if connection.join().is_err() {
                 job.stop.store(true, Ordering::SeqCst);
@@ -107,13 +106,15 @@ pub(crate) fn fetch_all(
 }
 
 /// Everything that the connections share.
-struct Job<'a> {
+pub(crate) struct Job<'a> {
     client: &'a Client,
     settings: &'a Settings,
     items: &'a [Item],
     found: Vec<Found>,
-    observer: &'a dyn Observer,
-    meter: Meter,
+    pub(crate) observer: &'a dyn Observer,
+    pub(crate) meter: Meter,
+    pub(crate) pool: Arc<Pool>,
+    connections: usize,
     gate: Gate,
     queue: Mutex<Queue>,
     changed: Condvar,
@@ -145,7 +146,7 @@ impl Job<'_> {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn stopped(&self) -> bool {
+    pub(crate) fn stopped(&self) -> bool {
         self.stop.load(Ordering::Relaxed) || self.observer.interrupted()
     }
 
@@ -163,12 +164,11 @@ impl Job<'_> {
     /// One connection: takes work until there is none.
     fn work<'scope>(&'scope self, scope: &'scope Scope<'scope, '_>) {
         let mut backoff = Backoff::new(self.settings.retry);
-        let mut buffer = Vec::with_capacity(BUFFER_BYTES);
         while let Some(work) = self.next() {
             let result = match work {
                 Work::Open(index) => self.open(index, scope),
                 Work::Finish(active) => self.finish(&active),
-                Work::Run(active, run) => self.run(&active, run, &mut backoff, &mut buffer),
+                Work::Run(active, run) => self.run(&active, run, &mut backoff),
             };
             if let Err(error) = result {
                 self.fail(error);
@@ -187,7 +187,7 @@ impl Job<'_> {
                 if active.part.take_finish() {
                     return Some(Work::Finish(active.clone()));
                 }
-                if let Some(run) = active.part.take_run(self.settings.connections, MAX_RUN_BYTES) {
+                if let Some(run) = active.part.take_run(self.connections, MAX_RUN_BYTES) {
                     return Some(Work::Run(active.clone(), run));
                 }
             }
@@ -297,16 +297,10 @@ impl Job<'_> {
     }
 
     /// One request, and what its failure means.
-    fn run(
-        &self,
-        active: &Active,
-        run: Run,
-        backoff: &mut Backoff,
-        buffer: &mut Vec<u8>,
-    ) -> Result<(), DownloadError> {
+    fn run(&self, active: &Active, run: Run, backoff: &mut Backoff) -> Result<(), DownloadError> {
         self.sleep(self.gate.closed_for());
         let mut received = 0;
-        let result = self.fetch(active, &run, buffer, &mut received);
+        let result = self.fetch(active, &run, &mut received);
         let lost = active.part.release(run.pieces, self.observer)?;
         self.meter.lost(lost);
         if received > 0 {
@@ -353,13 +347,7 @@ impl Job<'_> {
         }
     }
 
-    fn fetch(
-        &self,
-        active: &Active,
-        run: &Run,
-        buffer: &mut Vec<u8>,
-        received: &mut u64,
-    ) -> Result<(), Trouble> {
+    fn fetch(&self, active: &Active, run: &Run, received: &mut u64) -> Result<(), Trouble> {
         let (part, item) = (&active.part, &self.items[active.index]);
         let start = part.start_of(run);
         let end = part.geometry.range(run.pieces.end - 1).end;
@@ -375,16 +363,8 @@ impl Job<'_> {
             part.set_link(Some(answer.url.clone()));
         }
         let Some(body) = accept(part, &answer, ranged, start..end)? else { return Ok(()) };
-        Stream { job: self, part, answer, at: body.from, wanted: true, received }.pour(run, body, buffer)
+        Stream { job: self, part, answer, at: body.from, wanted: true, received }.pour(run, &body)
     }
-}
-
-/// Which bytes a body has.
-struct Body {
-    from: u64,
-    /// First byte that is wanted.
-    start: u64,
-    end: u64,
 }
 
 /// Whether the answer is what was asked for. `None`: the request is to be made again in another way.
@@ -455,155 +435,5 @@ fn accept(
             _ => Err(passing(format!("refuses bytes {} to {} (416)", wanted.start, wanted.end - 1))),
         },
         status => Err(passing(format!("answers {status}"))),
-    }
-}
-
-/// A body on its way into a part file.
-struct Stream<'a> {
-    job: &'a Job<'a>,
-    part: &'a Part,
-    answer: Answer,
-    at: u64,
-    /// Whether the piece at hand is written: of a whole body, only what is missing is.
-    wanted: bool,
-    received: &'a mut u64,
-}
-
-impl Stream<'_> {
-    fn pour(mut self, run: &Run, body: Body, buffer: &mut Vec<u8>) -> Result<(), Trouble> {
-        let part = self.part;
-        let mut fingerprint = {
-            buffer.resize(BUFFER_BYTES, 0);
-            part.begun(run, buffer)?
-        };
-        let encoding = self.answer.encoding();
-        let suspicious = self.answer.is_html();
-        let mut first = true;
-        while self.at < body.end {
-            let piece = part.geometry.piece_of(self.at.max(body.start));
-            let piece_end = part.geometry.range(piece).end;
-            let limit = if self.at < body.start { body.start } else { piece_end.min(body.end) };
-            let read = self.fill(buffer, (limit - self.at) as usize);
-            if first && !buffer.is_empty() {
-                first = false;
-                check_start(part, &self.answer, buffer, encoding.as_deref(), suspicious || self.at == 0)?;
-            }
-            let at = self.at;
-            self.at += buffer.len() as u64;
-            if at >= body.start && !buffer.is_empty() {
-                if !self.keep(run, piece, at, buffer, &mut fingerprint)? {
-                    return Ok(());
-                }
-                if self.at == piece_end {
-                    fingerprint = Fingerprint::new();
-                }
-            }
-            if let Err(problem) = read {
-                if !run.compare && self.at > body.start && self.at < piece_end {
-                    part.leave(piece, &fingerprint)?;
-                }
-                let what = format!("{}: {problem} at byte {}", host(&self.answer.url), self.at);
-                return Err(Trouble::Passing { what, wait: None });
-            }
-            if self.job.stopped() {
-                if !run.compare && self.at > body.start && self.at < piece_end {
-                    part.leave(piece, &fingerprint)?;
-                }
-                return Ok(());
-            }
-        }
-        // Lets the connection be used again if the body ends here, as it should.
-        let _ = self.answer.response.read(&mut [0]);
-        Ok(())
-    }
-
-    /// Reads up to `limit` bytes. What came before a failure is in the buffer.
-    fn fill(&mut self, buffer: &mut Vec<u8>, limit: usize) -> Result<(), String> {
-        let limit = limit.min(BUFFER_BYTES);
-        buffer.resize(limit, 0);
-        let mut n = 0;
-        let result = loop {
-            match self.answer.response.read(&mut buffer[n..]) {
-                Ok(0) => break Err("the body ends early".to_owned()),
-                Ok(more) => {
-                    n += more;
-                    if n == limit || n >= LEAST_READ_BYTES {
-                        break Ok(());
-                    }
-                }
-                Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => break Err(describe_body(&error)),
-            }
-        };
-        buffer.truncate(n);
-        result
-    }
-
-    /// Puts what came where it belongs. `false`: the connection is to stop.
-    fn keep(
-        &mut self,
-        run: &Run,
-        piece: usize,
-        at: u64,
-        buffer: &mut Vec<u8>,
-        fingerprint: &mut Fingerprint,
-    ) -> Result<bool, Trouble> {
-        let part = self.part;
-        let n_bytes = buffer.len() as u64;
-        let piece_start = part.geometry.range(piece).start;
-        let mut new_bytes = 0;
-        if run.compare {
-            fingerprint.update(buffer);
-            let complete = self.at == part.geometry.range(piece).end;
-            if complete && !part.compare(piece, fingerprint, self.job.observer)? {
-                self.job.meter.lost(u64::from(part.geometry.len(piece)));
-            }
-        } else {
-            if at == piece_start && piece > run.pieces.start {
-                let lost = part.needs(piece);
-                self.wanted = lost.is_some();
-                self.job.meter.lost(lost.unwrap_or(0));
-            }
-            if !self.wanted {
-                return Ok(true);
-            }
-            if !part.write(piece, at, buffer, fingerprint)? {
-                return Ok(false);
-            }
-            new_bytes = n_bytes;
-        }
-        *self.received += n_bytes;
-        let file = (part.name.as_str(), self.at, part.geometry.n_bytes);
-        self.job.meter.received(n_bytes, new_bytes, self.job.observer, file);
-        Ok(true)
-    }
-}
-
-/// Looks at the first bytes of a body: they may be something else than the file.
-fn check_start(
-    part: &Part,
-    answer: &Answer,
-    start: &[u8],
-    encoding: Option<&str>,
-    look: bool,
-) -> Result<(), Trouble> {
-    const GZIP: [u8; 2] = [0x1f, 0x8b];
-    if let Some(encoding) = encoding
-        && (start.starts_with(&GZIP) || encoding != "gzip")
-    {
-        // A server that claims an encoding and sends plain bytes is believed; the digest has the last word.
-        let what =
-            format!("{} sends the file compressed ({encoding}), which was not asked for", host(&answer.url));
-        return Err(Trouble::Passing { what, wait: None });
-    }
-    let is_page = [".html", ".htm", ".xml"].iter().any(|end| part.name.ends_with(end));
-    match recognise(start).filter(|_| look && !is_page) {
-        Some(unwanted) => Err(Trouble::Final(DownloadError::NotTheFile {
-            file: part.name.clone(),
-            host: host(&answer.url),
-            found: unwanted.found,
-            advice: unwanted.advice,
-        })),
-        None => Ok(()),
     }
 }

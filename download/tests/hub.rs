@@ -5,7 +5,7 @@ mod common;
 use std::fs;
 
 use common::*;
-use download::{Destination, Downloader, Request, Token};
+use download::{Destination, DownloadError, Downloader, Request, Token, VerifyOptions};
 use test_vectors::hub::{COMMIT, LoopbackHub, Published, noise};
 
 fn repository() -> Vec<Published> {
@@ -63,6 +63,32 @@ fn a_repository_fills_the_cache_as_the_hub_tool_would_and_comes_only_once() {
     let error = get(offline, &other, &log).unwrap_err().to_string();
     assert!(error.contains("hf:org/other") && error.contains("HF_HUB_OFFLINE"), "{error}");
     assert_eq!(hub.hub.requests().len(), n_requests);
+}
+
+/// Offline nothing is asked, whatever is wanted.
+#[test]
+fn offline_no_request_leaves() {
+    let (hub, root) = (hub(), tempfile::tempdir().unwrap());
+    let online = settings(&hub.hub.url(), root.path());
+    let url = format!("{}/{REPOSITORY}/resolve/main/README.md", hub.hub.url());
+    get(online.clone(), &request(&url, root.path()), &Log::default()).unwrap();
+    let n_requests = hub.hub.requests().len();
+    let offline = download::Settings { offline: true, overwrite: true, ..online };
+    let error = get(offline.clone(), &request(&url, root.path()), &Log::default()).unwrap_err();
+    assert!(matches!(error, DownloadError::Offline { .. }), "{error}");
+    let downloader = Downloader::new(offline).unwrap();
+    let download::Reference::Hub(from) = download::Reference::parse(&format!("hf:{REPOSITORY}")).unwrap()
+    else {
+        unreachable!()
+    };
+    let options = VerifyOptions { fetch: true, from: Some(from.clone()), include: Vec::new() };
+    let error = downloader.verify(root.path(), &options, &Log::default()).unwrap_err();
+    assert!(matches!(error, DownloadError::Offline { .. }), "{error}");
+    let error = downloader.remote_folder(REPOSITORY, "main", &Log::default()).err().unwrap();
+    assert!(matches!(error, DownloadError::Offline { .. }), "{error}");
+    let error = downloader.remote_file(&from, "config.json", &Log::default()).err().unwrap();
+    assert!(matches!(error, DownloadError::Offline { .. }), "{error}");
+    assert_eq!((hub.hub.requests().len(), hub.storage.requests().len()), (n_requests, 0));
 }
 
 #[test]

@@ -5,9 +5,10 @@ use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
 use download::catalogue::{Target, target, targets};
+use download::progress::{Event, Observer};
 use download::{
-    Destination, Digest, DownloadError, Downloader, FileCheck, FileState, Plan, Reference, Report, Request,
-    Settings, Token, VerifyOptions, VerifyReport,
+    Destination, Digest, DownloadError, Downloader, FileCheck, FileState, MAX_CONNECTIONS, Plan, Reference,
+    Report, Request, Settings, Token, VerifyOptions, VerifyReport,
 };
 use serde_json::json;
 
@@ -61,6 +62,11 @@ pub(crate) struct Arguments {
     /// Print JSON.
     #[arg(long)]
     json: bool,
+    /// Flags of older hub tools: accepted, told to be of no effect.
+    #[arg(long, hide = true)]
+    resume_download: bool,
+    #[arg(long, hide = true, value_name = "WHETHER")]
+    local_dir_use_symlinks: Option<String>,
 }
 
 #[derive(Debug, Args)]
@@ -78,8 +84,8 @@ struct TransferArguments {
     /// Hub token, instead of HF_TOKEN. Sent to the hub and to nobody else.
     #[arg(long, value_name = "TOKEN")]
     token: Option<String>,
-    /// Requests at a time.
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=64))]
+    /// Requests at a time, at most 24.
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=MAX_CONNECTIONS as i64))]
     connections: Option<u16>,
     /// Seconds without a byte after which a connection is given up.
     #[arg(long, value_name = "SECONDS", value_parser = clap::value_parser!(u64).range(1..=3600))]
@@ -182,8 +188,13 @@ fn fetch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(cache) = &arguments.place.cache_dir {
         settings.cache.clone_from(cache);
     }
-    let request = request(arguments, what)?;
-    let reporter = DownloadReporter::new(arguments.transfer.quiet);
+    let request = request(arguments, what, &settings)?;
+    let reporter = DownloadReporter::new(arguments.transfer.quiet, settings.plain_progress);
+    if arguments.resume_download || arguments.local_dir_use_symlinks.is_some() {
+        reporter.event(&Event::Warning(
+            "--resume-download and --local-dir-use-symlinks are accepted and ignored: downloads always resume, and --local-dir always gets real files",
+        ));
+    }
     let downloader = Downloader::new(settings)?;
     let done = downloader.plan(&request, &reporter).and_then(|plan| {
         let report = if arguments.dry_run { None } else { Some(downloader.fetch(&plan, &reporter)?) };
@@ -206,7 +217,7 @@ fn fetch(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-fn request(arguments: &Arguments, what: &str) -> anyhow::Result<Request> {
+fn request(arguments: &Arguments, what: &str, settings: &Settings) -> anyhow::Result<Request> {
     let mut reference = Reference::parse(what)?;
     if let Some(revision) = &arguments.revision {
         match &mut reference {
@@ -229,7 +240,9 @@ fn request(arguments: &Arguments, what: &str) -> anyhow::Result<Request> {
     if sha256.is_some() && !one_file {
         return Err(UsageError("--sha256 is for one file: give its path".to_owned()).into());
     }
-    let destination = match &arguments.place.local_dir {
+    let listed = matches!(reference, Reference::Target(_)) && arguments.place.cache_dir.is_none();
+    let by_ds4 = settings.model_folder.as_ref().filter(|_| listed);
+    let destination = match arguments.place.local_dir.as_ref().or(by_ds4) {
         Some(folder) => Destination::Folder(folder.clone()),
         None => Destination::Cache,
     };
@@ -304,8 +317,9 @@ fn verify(arguments: &VerifyArguments) -> anyhow::Result<ExitCode> {
         Some(_) => return Err(UsageError("--from takes hf:ORG/NAME[/PATH][@REV]".to_owned()).into()),
     };
     let options = VerifyOptions { fetch: !arguments.no_fetch, from, include: arguments.include.clone() };
-    let reporter = DownloadReporter::new(arguments.transfer.quiet);
-    let downloader = Downloader::new(arguments.transfer.settings()?)?;
+    let settings = arguments.transfer.settings()?;
+    let reporter = DownloadReporter::new(arguments.transfer.quiet, settings.plain_progress);
+    let downloader = Downloader::new(settings)?;
     let report = downloader.verify(&arguments.folder, &options, &reporter);
     reporter.finish();
     let report = report?;

@@ -21,9 +21,8 @@ pub(crate) struct DownloadReporter {
 }
 
 impl DownloadReporter {
-    /// A reporter; `quiet` leaves errors only. `HF_HUB_DISABLE_PROGRESS_BARS` leaves plain lines.
-    pub(crate) fn new(quiet: bool) -> Self {
-        let plain = std::env::var("HF_HUB_DISABLE_PROGRESS_BARS").is_ok_and(|value| value == "1");
+    /// A reporter; `quiet` leaves errors only, `plain` takes lines in place of a bar.
+    pub(crate) fn new(quiet: bool, plain: bool) -> Self {
         let bar = (!quiet && !plain && std::io::stderr().is_terminal()).then(|| {
             let bar = ProgressBar::new(0);
             bar.set_style(ProgressStyle::with_template("{msg} {wide_bar}").expect("the template is fixed"));

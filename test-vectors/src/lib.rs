@@ -5,6 +5,7 @@
 pub mod gguf;
 pub mod hub;
 pub mod server;
+pub mod tls;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};

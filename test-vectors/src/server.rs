@@ -223,6 +223,7 @@ struct State {
 
 /// A running server. Stops when dropped.
 pub struct Server {
+    scheme: &'static str,
     address: SocketAddr,
     state: Arc<State>,
     listener: Option<JoinHandle<()>>,
@@ -234,6 +235,22 @@ impl Server {
     /// # Panics
     /// If no port can be had: nothing can be tested then.
     pub fn start(handler: impl Fn(&Request) -> Response + Send + Sync + 'static) -> Self {
+        Self::start_with(None, handler)
+    }
+
+    /// Like [`Server::start`], over TLS with the certificate of [`crate::tls`].
+    ///
+    /// # Panics
+    /// If no port can be had.
+    pub fn start_tls(handler: impl Fn(&Request) -> Response + Send + Sync + 'static) -> Self {
+        Self::start_with(Some(crate::tls::server_config()), handler)
+    }
+
+    fn start_with(
+        tls: Option<Arc<rustls::ServerConfig>>,
+        handler: impl Fn(&Request) -> Response + Send + Sync + 'static,
+    ) -> Self {
+        let scheme = if tls.is_some() { "https" } else { "http" };
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free loopback port");
         let address = listener.local_addr().expect("a bound listener has an address");
         let state = Arc::new(State {
@@ -249,13 +266,13 @@ impl Server {
                     break;
                 }
                 if let Ok(stream) = stream {
-                    let shared = shared.clone();
+                    let (shared, tls) = (shared.clone(), tls.clone());
                     // A client that goes away ends its connection and nothing else.
-                    std::thread::spawn(move || drop(serve(&stream, &shared)));
+                    std::thread::spawn(move || drop(serve_stream(&stream, tls, &shared)));
                 }
             }
         });
-        Self { address, state, listener: Some(listener) }
+        Self { scheme, address, state, listener: Some(listener) }
     }
 
     /// Gives these responses one after another; when none is left, the last again.
@@ -273,9 +290,14 @@ impl Server {
         })
     }
 
-    /// `http://127.0.0.1:PORT`, without a slash at the end.
+    /// `http://127.0.0.1:PORT` (`https` over TLS), without a slash at the end.
     pub fn url(&self) -> String {
-        format!("http://{}", self.address)
+        format!("{}://{}", self.scheme, self.address)
+    }
+
+    /// Where it listens.
+    pub fn address(&self) -> SocketAddr {
+        self.address
     }
 
     /// All requests so far, in the order in which they were read.
@@ -303,19 +325,38 @@ impl Drop for Server {
     }
 }
 
-/// All requests of one connection.
-fn serve(stream: &TcpStream, state: &State) -> std::io::Result<()> {
+/// All requests of one connection, in the clear or not.
+fn serve_stream(
+    stream: &TcpStream,
+    tls: Option<Arc<rustls::ServerConfig>>,
+    state: &State,
+) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
-    let mut reader = BufReader::new(stream);
+    match tls {
+        None => serve(stream, state)?,
+        Some(config) => {
+            let session = rustls::ServerConnection::new(config).map_err(std::io::Error::other)?;
+            let mut secured = rustls::StreamOwned::new(session, stream);
+            serve(&mut secured, state)?;
+            secured.conn.send_close_notify();
+            secured.flush()?;
+        }
+    }
+    stream.shutdown(Shutdown::Both)
+}
+
+/// All requests of one connection.
+fn serve(connection: impl Read + Write, state: &State) -> std::io::Result<()> {
+    let mut reader = BufReader::new(connection);
     while let Some(request) = read_request(&mut reader)? {
         let head_only = request.method == "HEAD";
         let response = (state.handler)(&request);
         state.requests.lock().expect("no handler panics").push(request);
-        if !answer(stream, state, &response, head_only)? {
+        if !answer(reader.get_mut(), state, &response, head_only)? {
             break;
         }
     }
-    stream.shutdown(Shutdown::Both)
+    Ok(())
 }
 
 fn read_request(reader: &mut impl BufRead) -> std::io::Result<Option<Request>> {
@@ -342,7 +383,7 @@ fn read_request(reader: &mut impl BufRead) -> std::io::Result<Option<Request>> {
 
 /// Whether the connection can go on.
 fn answer(
-    mut stream: &TcpStream,
+    stream: &mut impl Write,
     state: &State,
     response: &Response,
     head_only: bool,
@@ -364,6 +405,7 @@ fn answer(
     head.push_str("\r\n");
     stream.write_all(head.as_bytes())?;
     if head_only {
+        stream.flush()?;
         return Ok(response.length != Length::Unsaid);
     }
     let end = response.cut_after.map_or(n_bytes, |cut| n_bytes.min(cut as u64));
@@ -371,6 +413,7 @@ fn answer(
     send(stream, state, response, 0..stall.0)?;
     wait(stall.1, state);
     send(stream, state, response, stall.0..end)?;
+    stream.flush()?;
     let complete = match response.length {
         Length::True => end == n_bytes,
         Length::Claimed(length) => end == length,
@@ -381,7 +424,7 @@ fn answer(
 
 /// Sends a part of the body at the pace asked for, as long as the server lives.
 fn send(
-    mut stream: &TcpStream,
+    stream: &mut impl Write,
     state: &State,
     response: &Response,
     range: std::ops::Range<u64>,

@@ -4,6 +4,7 @@ mod answer;
 mod wait;
 
 use std::error::Error as _;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use reqwest::blocking::Response;
@@ -50,15 +51,29 @@ pub(crate) struct Ask<'a> {
     pub(crate) leave_origin: bool,
     /// Whether `url` is itself the goal of an earlier redirect, which may have expired.
     pub(crate) is_link: bool,
+    /// Whether this is a question about files, not for one: another limit on silence holds.
+    pub(crate) is_question: bool,
 }
 
 impl<'a> Ask<'a> {
     pub(crate) fn get(url: &'a Url) -> Self {
-        Self { method: Method::GET, url, range: None, if_range: None, leave_origin: true, is_link: false }
+        Self {
+            method: Method::GET,
+            url,
+            range: None,
+            if_range: None,
+            leave_origin: true,
+            is_link: false,
+            is_question: false,
+        }
+    }
+
+    pub(crate) fn question(url: &'a Url) -> Self {
+        Self { is_question: true, ..Self::get(url) }
     }
 
     pub(crate) fn head(url: &'a Url) -> Self {
-        Self { method: Method::HEAD, leave_origin: false, ..Self::get(url) }
+        Self { method: Method::HEAD, leave_origin: false, ..Self::question(url) }
     }
 }
 
@@ -68,6 +83,10 @@ pub(crate) struct Client {
     inner: reqwest::blocking::Client,
     hub: Url,
     authorization: Option<HeaderValue>,
+    /// Limit on the silence of an answer to a question.
+    answer_within: Duration,
+    /// If nothing may be asked: where files are looked for instead.
+    offline: Option<PathBuf>,
 }
 
 impl Client {
@@ -90,12 +109,22 @@ impl Client {
             .build()
             .map_err(|e| DownloadError::Client { problem: chain(&e.without_url()) })?;
         let authorization = settings.token.as_ref().map(bearer).transpose()?;
-        Ok(Self { inner, hub: settings.endpoint.clone(), authorization })
+        Ok(Self {
+            inner,
+            hub: settings.endpoint.clone(),
+            authorization,
+            answer_within: settings.answer_within,
+            offline: settings.offline.then(|| settings.cache.clone()),
+        })
     }
 
     /// Sends a request and follows its redirects. Gives answers with status 2xx, 416, and redirects that are not
     /// to be followed.
     pub(crate) fn send(&self, ask: &Ask<'_>) -> Result<Answer, Trouble> {
+        // Callers answer from what is there; this is for those that cannot.
+        if let Some(looked_in) = self.offline.clone() {
+            return Err(Trouble::Final(DownloadError::Offline { wanted: shown(ask.url), looked_in }));
+        }
         let mut url = ask.url.clone();
         let mut linked = answer::Linked::default();
         for _ in 0..=MAX_REDIRECTS {
@@ -126,13 +155,21 @@ impl Client {
                 request = request.header(IF_RANGE, etag);
             }
         }
+        if ask.is_question {
+            request = request.timeout(self.answer_within);
+        }
         // Storage hosts have their permission in the signed address; the token is not for them to see.
         if let Some(token) = self.authorization.as_ref().filter(|_| url.origin() == self.hub.origin()) {
             request = request.header(AUTHORIZATION, token.clone());
         }
-        request.send().map_err(|e| Trouble::Passing {
-            what: format!("{}: {}", host(url), describe(&e.without_url())),
-            wait: None,
+        request.send().map_err(|error| {
+            if let Some(problem) = certificate_problem(&error) {
+                return Trouble::Final(DownloadError::Certificate { host: host(url), problem });
+            }
+            Trouble::Passing {
+                what: format!("{}: {}", host(url), describe(&error.without_url())),
+                wait: None,
+            }
         })
     }
 
@@ -214,6 +251,23 @@ pub(crate) fn shown(url: &Url) -> String {
     let _ = url.set_username("");
     let _ = url.set_password(None);
     url.to_string()
+}
+
+/// What is wrong with the server's certificate, if that is what failed: no further attempt mends it.
+fn certificate_problem(error: &reqwest::Error) -> Option<String> {
+    let mut source = error.source();
+    while let Some(cause) = source {
+        if let Some(rustls::Error::InvalidCertificate(_)) = cause.downcast_ref() {
+            return Some(cause.to_string());
+        }
+        // An error in an I/O error is not its source.
+        let inner = cause.downcast_ref::<std::io::Error>().and_then(std::io::Error::get_ref);
+        source = match inner {
+            Some(inner) => Some(inner),
+            None => cause.source(),
+        };
+    }
+    None
 }
 
 fn describe(error: &reqwest::Error) -> String {

@@ -160,7 +160,7 @@ impl Hub<'_> {
     /// A text and the address of the page after it.
     fn text(&self, url: &Url) -> Result<(String, Option<String>), DownloadError> {
         repeat(self.settings, &shown(url), self.observer, || {
-            let answer = self.client.send(&Ask::get(url))?;
+            let answer = self.client.send(&Ask::question(url))?;
             let next = answer.next_page();
             let text = read_text(answer.response, MAX_PAGE_BYTES).map_err(|_| Trouble::Passing {
                 what: format!("{}: the answer breaks off", host(url)),

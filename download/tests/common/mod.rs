@@ -43,6 +43,7 @@ pub(crate) fn settings(endpoint: &str, cache: &Path) -> Settings {
         offline: false,
         connections: 4,
         inactivity: Duration::from_millis(400),
+        answer_within: Duration::from_millis(400),
         retry: Retry {
             first_wait: Duration::from_millis(5),
             longest_wait: Duration::from_millis(300),
@@ -50,6 +51,9 @@ pub(crate) fn settings(endpoint: &str, cache: &Path) -> Settings {
         },
         piece_bytes: PIECE_BYTES,
         use_links: true,
+        model_folder: None,
+        plain_progress: false,
+        warn_without_links: true,
         beside_foreign: false,
         overwrite: false,
     }

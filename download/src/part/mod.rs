@@ -1,6 +1,8 @@
 //! One file on its way: the part file, its journal, and the digest of the whole that follows the data.
 
-use std::collections::VecDeque;
+mod buffer;
+mod front;
+
 use std::fs::{self, File};
 use std::ops::Range;
 use std::os::unix::fs::FileExt;
@@ -9,22 +11,18 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use reqwest::Url;
 
-use crate::digest::{Digest, Hasher};
+use crate::digest::Digest;
 use crate::error::DownloadError;
 use crate::pieces::{Fingerprint, Geometry, Identity, Journal, Slot};
 use crate::progress::{Event, Observer};
+pub(crate) use buffer::{Buffer, Pool};
+use front::Front;
 
 /// Ends of the names of a part file and its journal, after the target's name.
 pub(crate) const PART_SUFFIX: &str = ".ggsmith-part";
 pub(crate) const JOURNAL_SUFFIX: &str = ".ggsmith-pieces";
-/// Bytes that a connection reads, writes and hands on at a time.
+/// Bytes that are read from disk at a time.
 pub(crate) const BUFFER_BYTES: usize = 256 << 10;
-/// Buffers that may wait for the digest.
-const MAX_QUEUED: usize = 8;
-/// Records of a piece while it is written. What eight connections have not yet recorded when they are killed is, with
-/// their buffers, less than a piece.
-const RECORDS_PER_PIECE: u32 = 32;
-
 /// A part file and what is known of it. Shared by the connections that fill it.
 pub(crate) struct Part {
     /// Name for messages.
@@ -60,20 +58,6 @@ struct State {
     /// The digest was found right: nothing may change any more.
     closed: bool,
     front: Front,
-}
-
-/// How far the digest is.
-struct Front {
-    /// First byte that is neither hashed nor queued nor being read.
-    next: u64,
-    queue: VecDeque<Vec<u8>>,
-    pool: Vec<Vec<u8>>,
-    /// The bytes from this piece on are to be hashed again.
-    from_piece: Option<usize>,
-    finished: Option<Digest>,
-    /// Counts how often it went back.
-    epoch: u64,
-    stop: bool,
 }
 
 /// Pieces that one request is to bring.
@@ -195,15 +179,7 @@ impl Part {
                 link: None,
                 finish_taken: false,
                 closed: false,
-                front: Front {
-                    next: 0,
-                    queue: VecDeque::new(),
-                    pool: Vec::new(),
-                    from_piece: None,
-                    finished: None,
-                    epoch: 0,
-                    stop: false,
-                },
+                front: Front::default(),
             }),
         };
         part.check_disk("the bytes on disk are not those that came", observer)?;
@@ -378,74 +354,30 @@ impl Part {
         Some(u64::from(slot.done))
     }
 
-    /// Writes what came at this place of a piece and hands it to the digest. `false` if the connection is to stop because
-    /// the file starts over.
+    /// Writes what came at this place of a piece, records it and hands it to the digest. `fingerprint`: of the piece up to
+    /// the end of these bytes. `false` if the connection is to stop because the file starts over.
     pub(crate) fn write(
         &self,
         piece: usize,
         at: u64,
-        buffer: &mut Vec<u8>,
-        fingerprint: &mut Fingerprint,
+        buffer: Buffer,
+        fingerprint: u128,
     ) -> Result<bool, DownloadError> {
-        self.file.write_all_at(buffer, at).map_err(DownloadError::io("write", &self.path))?;
-        fingerprint.update(buffer);
-        let start = self.geometry.range(piece).start;
-        let slot = Slot { done: (at + buffer.len() as u64 - start) as u32, fingerprint: 0 };
-        let complete = slot.done == self.geometry.len(piece);
-        let step = (self.geometry.piece_bytes / RECORDS_PER_PIECE).max(1);
-        let before = (at - start) as u32;
-        let record = complete || slot.done / step > before / step;
+        self.file.write_all_at(&buffer, at).map_err(DownloadError::io("write", &self.path))?;
+        let done = (at + buffer.len() as u64 - self.geometry.range(piece).start) as u32;
+        let slot = Slot { done, fingerprint };
         let mut state = self.lock();
         if state.restart.is_some() {
             return Ok(false);
         }
-        let slot = if record { Slot { fingerprint: fingerprint.value(), ..slot } } else { slot };
         state.slots[piece] = slot;
-        if complete {
+        if done == self.geometry.len(piece) {
             state.n_incomplete -= 1;
             state.finish_taken = false;
         }
+        self.journal.put(piece, slot)?;
         self.offer(state, at, buffer);
-        if record {
-            self.journal.put(piece, slot)?;
-        }
         Ok(true)
-    }
-
-    /// Records what is there of a piece that a connection leaves unfinished.
-    pub(crate) fn leave(&self, piece: usize, fingerprint: &Fingerprint) -> Result<(), DownloadError> {
-        let mut state = self.lock();
-        if state.restart.is_some() || state.slots[piece].done == 0 {
-            return Ok(());
-        }
-        state.slots[piece].fingerprint = fingerprint.value();
-        let slot = state.slots[piece];
-        drop(state);
-        self.journal.put(piece, slot)
-    }
-
-    /// Hands a buffer to the digest if it is the next one, and takes an empty one for it. Otherwise the digest reads the
-    /// bytes from the file when it gets there.
-    fn offer(&self, mut state: MutexGuard<'_, State>, at: u64, buffer: &mut Vec<u8>) {
-        if state.front.next != at || state.front.from_piece.is_some() {
-            drop(state);
-            self.changed.notify_all();
-            return;
-        }
-        state.front.next += buffer.len() as u64;
-        let epoch = state.front.epoch;
-        while state.front.queue.len() >= MAX_QUEUED && !state.front.stop {
-            state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
-        let mut other = state.front.pool.pop().unwrap_or_default();
-        other.clear();
-        let full = std::mem::replace(buffer, other);
-        // If the digest went back meanwhile, it will read these bytes from the file.
-        if state.front.epoch == epoch {
-            state.front.queue.push_back(full);
-        }
-        drop(state);
-        self.changed.notify_all();
     }
 
     /// A piece came a second time. `false` if it is not as before; it is then to be fetched once more and kept.
@@ -533,6 +465,10 @@ impl Part {
     pub(crate) fn note_etag(&self, etag: Option<&str>) -> Result<Option<String>, DownloadError> {
         let Some(etag) = etag else { return Ok(None) };
         let mut state = self.lock();
+        if state.restart.is_some() {
+            // An answer from before the change, read after it, is not another change.
+            return Ok(state.identity.etag.clone());
+        }
         match &state.identity.etag {
             Some(known) if known == etag => Ok(None),
             None => {
@@ -545,7 +481,7 @@ impl Part {
                 state.identity.etag = Some(etag.to_owned());
                 if self.digest.is_some() {
                     self.journal.rename(&state.identity)?;
-                } else if state.restart.is_none() {
+                } else {
                     state.n_restarts += 1;
                     state.restart = Some(format!("its ETag was {before} and is {etag}"));
                 }
@@ -578,64 +514,6 @@ impl Part {
 
     pub(crate) fn set_link(&self, link: Option<Url>) {
         self.lock().link = link;
-    }
-
-    /// Ends the thread of the digest.
-    pub(crate) fn stop(&self) {
-        self.lock().front.stop = true;
-        self.changed.notify_all();
-    }
-
-    /// Computes the digest of the whole as the data come; returns when it is told to stop. Runs in a thread of its own.
-    pub(crate) fn follow(&self) -> Result<(), DownloadError> {
-        let mut hasher = Hasher::new(self.digest.as_ref(), self.geometry.n_bytes);
-        // State before each piece, so that a repaired piece is hashed from itself on.
-        let mut before = vec![hasher.clone()];
-        let mut hashed = 0_u64;
-        let mut chunk = Vec::new();
-        let mut state = self.lock();
-        loop {
-            if let Some(piece) = state.front.from_piece.take() {
-                before.truncate(piece + 1);
-                hasher = before[piece].clone();
-                hashed = self.geometry.range(piece).start;
-            } else if state.front.stop {
-                return Ok(());
-            } else if let Some(buffer) = state.front.queue.pop_front() {
-                drop(state);
-                self.changed.notify_all();
-                self.hash(&buffer, &mut hasher, &mut hashed, &mut before);
-                state = self.lock();
-                state.front.pool.push(buffer);
-            } else if hashed == self.geometry.n_bytes && state.n_incomplete == 0 {
-                if state.front.finished.is_none() {
-                    state.front.finished = Some(hasher.clone().finish());
-                    self.changed.notify_all();
-                }
-                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-            } else {
-                let n = state.on_disk_after(hashed, self.geometry).min(BUFFER_BYTES as u64) as usize;
-                if n == 0 || state.front.next != hashed {
-                    state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
-                    continue;
-                }
-                state.front.next += n as u64;
-                drop(state);
-                chunk.resize(n, 0);
-                self.read(&mut chunk, hashed)?;
-                self.hash(&chunk, &mut hasher, &mut hashed, &mut before);
-                state = self.lock();
-            }
-        }
-    }
-
-    /// Buffers never cross the end of a piece.
-    fn hash(&self, bytes: &[u8], hasher: &mut Hasher, hashed: &mut u64, before: &mut Vec<Hasher>) {
-        hasher.update(bytes);
-        *hashed += bytes.len() as u64;
-        if (*hashed).is_multiple_of(u64::from(self.geometry.piece_bytes)) {
-            before.push(hasher.clone());
-        }
     }
 
     /// Makes the data durable and gives the file its name. The journal goes to `record`, where it lets single pieces be
@@ -673,28 +551,6 @@ impl State {
             }
         }
     }
-
-    /// Bytes on disk from this place on, within its piece.
-    fn on_disk_after(&self, at: u64, geometry: Geometry) -> u64 {
-        if at >= geometry.n_bytes {
-            return 0;
-        }
-        let piece = geometry.piece_of(at);
-        (geometry.range(piece).start + u64::from(self.slots[piece].done)).saturating_sub(at)
-    }
-
-    /// The digest goes back to this piece if it is past its start.
-    fn rehash_from(&mut self, piece: usize, geometry: Geometry) {
-        let start = geometry.range(piece).start;
-        if self.front.next <= start {
-            return;
-        }
-        self.front.next = start;
-        self.front.queue.clear();
-        self.front.finished = None;
-        self.front.epoch += 1;
-        self.front.from_piece = Some(self.front.from_piece.map_or(piece, |earlier| earlier.min(piece)));
-    }
 }
 
 fn incomplete(slots: &[Slot], geometry: Geometry) -> usize {
@@ -705,10 +561,16 @@ fn tell_restart(observer: &dyn Observer, file: &str, reason: &str) {
     observer.event(&Event::Restarted { file, reason });
 }
 
+/// `f_type` of file systems in memory: there, room is reserved by filling it, which takes as long as the writing.
+const TMPFS_MAGIC: rustix::fs::FsWord = 0x0102_1994;
+
 /// Reserves the room, where the file system can, so that it does not run out later.
 fn reserve(file: &File, n_bytes: u64) -> std::io::Result<()> {
     if n_bytes == 0 {
         return Ok(());
+    }
+    if rustix::fs::fstatfs(file).is_ok_and(|found| found.f_type == TMPFS_MAGIC) {
+        return file.set_len(n_bytes);
     }
     match rustix::fs::fallocate(file, rustix::fs::FallocateFlags::empty(), 0, n_bytes) {
         Err(rustix::io::Errno::NOSPC) => Err(rustix::io::Errno::NOSPC.into()),
