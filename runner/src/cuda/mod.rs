@@ -1,7 +1,7 @@
 //! The model's operations on an NVIDIA GPU.
 //!
 //! [`driver`] is the driver, thinly; [`module`] finds or compiles the kernels; [`matrix`] holds weights and multiplies;
-//! [`CudaBackend`] is everything else. Kernels are CUDA C without any include, in `kernels/`. A result never depends on
+//! [`CudaBackend`] holds what a model needs there, and its operations are everything else. Kernels are CUDA C without any include, in `kernels/`. A result never depends on
 //! the grid, on the number of multiprocessors or on the other rows of a batch: no float atomics, each sum in a fixed order.
 //!
 //! Nothing that depends on token ids, positions or choices is known to the host: the pass over one token is recorded as a
@@ -13,9 +13,11 @@ mod cache;
 pub mod check;
 pub mod driver;
 mod error;
+mod hyper;
 mod loading;
 pub mod matrix;
 pub mod module;
+mod operations;
 mod plan;
 mod pool;
 pub mod self_test;
