@@ -119,3 +119,37 @@ pub enum CudaError {
         expected: String,
     },
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Each says what was found, what was expected and what to do.
+    #[test]
+    fn errors_of_a_machine_name_both_sides_and_a_way_out() {
+        let old = CudaError::OldDriver { found: 12_040, needed: 13_000 }.to_string();
+        let chip = CudaError::OldDevice { name: "NVIDIA A100".into(), capability: (8, 0) }.to_string();
+        let absent = CudaError::NoDevice { wanted: 1, found: 0 }.to_string();
+        let memory = CudaError::OutOfMemory {
+            name: "NVIDIA GB10".into(),
+            what: "a cache".into(),
+            wanted: 5_000,
+            free: 1_000,
+            total: 9_000,
+        }
+        .to_string();
+        for (text, parts) in [
+            (&old, &["12.4", "13.0", "update the driver"][..]),
+            (&chip, &["NVIDIA A100", "8.0", "9.0"]),
+            (&absent, &["device 1", "sees 0", "CUDA_VISIBLE_DEVICES"]),
+            (&CudaError::NoDriver.to_string(), &["libcuda.so.1", "install the driver"]),
+            (&memory, &["NVIDIA GB10", "a cache", "5000", "1000 of 9000", "shorter context"]),
+        ] {
+            let missing: Vec<_> = parts.iter().filter(|part| !text.contains(**part)).collect();
+            assert!(missing.is_empty(), "{text} lacks {missing:?}");
+        }
+        for text in [old, chip, absent, CudaError::NoDriver.to_string()] {
+            assert!(text.contains("--backend cpu"), "{text}");
+        }
+    }
+}
