@@ -36,20 +36,24 @@ pub(super) fn q8_0<W: Wide>(blocks: &[[u8; 34]], x: &[Group32]) -> f32 {
 }
 
 /// Twice the values of the 16 codes.
-const E2M1_TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(super) const E2M1_TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// `2^(exponent - 128)`: half of the scale, since the codes count halves. The two smallest are subnormal.
+#[inline(always)]
+pub(super) fn e8m0_half(exponent: u8) -> f32 {
+    let exponent = u32::from(exponent);
+    f32::from_bits(if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 })
+}
 
 /// MXFP4: exponent, 16 bytes of two codes, low halves first.
 #[inline(always)]
 pub(super) fn mxfp4<W: Wide>(blocks: &[[u8; 17]], x: &[Group32]) -> f32 {
     let mut acc = W::Floats::splat(0.0);
     for (block, x) in blocks.iter().zip(x) {
-        // Half of 2^(e - 127), since the codes count halves; the two smallest are subnormal.
-        let exponent = u32::from(block[0]);
-        let bits = if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 };
         let (_, codes) = block.split_last_chunk::<16>().expect("17 bytes");
         let values = W::lookup(&E2M1_TWICE, W::nibbles(codes));
         let sums = W::signed_products(values, W::load_signed(&x.values));
-        acc = acc + W::Floats::splat(f32::from_bits(bits) * x.scale) * W::floats(sums);
+        acc = acc + W::Floats::splat(e8m0_half(block[0]) * x.scale) * W::floats(sums);
     }
     acc.sum()
 }
@@ -91,7 +95,7 @@ fn q2_half<W: Wide>(sums: W::Sums, codes: &[u8; 32], x: &[i8], scales: W::Scales
 
 /// The eight 6-bit scales and minima of Q4_K, one a byte.
 #[inline(always)]
-fn six_bit_pairs(packed: &[u8]) -> ([u8; 8], [u8; 8]) {
+pub(super) fn six_bit_pairs(packed: &[u8]) -> ([u8; 8], [u8; 8]) {
     let word = |at: usize| u32::from_le_bytes([packed[at], packed[at + 1], packed[at + 2], packed[at + 3]]);
     let (a, b, c) = (word(0), word(4), word(8));
     let low = |w: u32| u64::from(w & 0x3f3f_3f3f);
@@ -187,6 +191,11 @@ static IQ2_XXS_GRID: LazyLock<[u64; 256]> = LazyLock::new(|| {
     }
     grid
 });
+
+/// The entries of IQ2_XXS.
+pub(super) fn iq2_xxs_grid() -> &'static [u64; 256] {
+    &IQ2_XXS_GRID
+}
 
 /// IQ2_XXS: scale (f16), then for each 32 values four entries of the grid, four times seven sign bits and a 4-bit scale.
 #[inline(always)]

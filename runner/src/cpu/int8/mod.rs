@@ -4,6 +4,7 @@ mod formats;
 mod inputs;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod plain;
 mod wide;
 
 use gguf_tools::block::BlockType;
@@ -75,22 +76,38 @@ pub struct Int8Dot {
     block_type: BlockType,
     group_values: usize,
     products: fn(Level, &[u8], &Int8Rows, &mut [f32]),
+    /// Takes the place of `products`, if the sums are to be those of ggml's plain code.
+    plain: Option<fn(&[u8], &Int8Rows, &mut [f32])>,
 }
 
 /// Types that have one. Other quantized types are widened, whatever the precision asked for.
 const INT8_DOTS: [Int8Dot; 6] = [
-    Int8Dot { block_type: BlockType::Q8_0, group_values: 32, products: q8_0 },
-    Int8Dot { block_type: BlockType::Mxfp4, group_values: 32, products: mxfp4 },
-    Int8Dot { block_type: BlockType::Q2K, group_values: 256, products: q2_k },
-    Int8Dot { block_type: BlockType::Q4K, group_values: 256, products: q4_k },
-    Int8Dot { block_type: BlockType::Q6K, group_values: 256, products: q6_k },
-    Int8Dot { block_type: BlockType::Iq2Xxs, group_values: 256, products: iq2_xxs },
+    Int8Dot { block_type: BlockType::Q8_0, group_values: 32, products: q8_0, plain: None },
+    Int8Dot { block_type: BlockType::Mxfp4, group_values: 32, products: mxfp4, plain: None },
+    Int8Dot { block_type: BlockType::Q2K, group_values: 256, products: q2_k, plain: None },
+    Int8Dot { block_type: BlockType::Q4K, group_values: 256, products: q4_k, plain: None },
+    Int8Dot { block_type: BlockType::Q6K, group_values: 256, products: q6_k, plain: None },
+    Int8Dot { block_type: BlockType::Iq2Xxs, group_values: 256, products: iq2_xxs, plain: None },
 ];
 
 impl Int8Dot {
     /// The product for a block type, if there is one.
     pub fn of(block_type: BlockType) -> Option<Self> {
         INT8_DOTS.into_iter().find(|dot| dot.block_type == block_type)
+    }
+
+    /// The same product, rounded and summed as ggml's plain C code does it.
+    pub fn as_plain_ggml(self) -> Self {
+        Self { plain: plain::products(self.block_type), ..self }
+    }
+
+    /// Inputs as this product takes them. `values`: `[rows, width]`, `width` a multiple of the group.
+    pub fn round(self, level: Level, values: &[f32], width: usize) -> Int8Rows {
+        if self.plain.is_some() && self.group_values == 32 {
+            let groups = values.as_chunks::<32>().0.iter().map(plain::round_32).collect();
+            return Int8Rows { groups: Groups::Of32(groups), groups_per_row: width / 32 };
+        }
+        Int8Rows::new(level, values, width, self.group_values)
     }
 
     /// Inputs that share a scale: 32 or 256.
@@ -105,7 +122,10 @@ impl Int8Dot {
     pub fn products(self, level: Level, blocks: &[u8], inputs: &Int8Rows, out: &mut [f32]) {
         let is_32 = matches!(inputs.groups, Groups::Of32(_));
         assert_eq!(is_32, self.group_values == 32, "inputs rounded in this product's groups");
-        (self.products)(level, blocks, inputs, out);
+        match self.plain {
+            Some(products) => products(blocks, inputs, out),
+            None => (self.products)(level, blocks, inputs, out),
+        }
     }
 }
 

@@ -73,7 +73,7 @@ pub(super) const fn doubled(scale: u8) -> u32 {
 
 /// Spreads four times seven sign bits over the bytes of a word; the eighth of each makes their number even.
 #[inline(always)]
-fn even_signs(word: u32) -> u32 {
+pub(super) fn even_signs(word: u32) -> u32 {
     let seven = (word & 0x7f) | (word & 0x3f80) << 1 | (word & 0x001f_c000) << 2 | (word & 0x0fe0_0000) << 3;
     let mut parity = seven ^ (seven >> 4);
     parity ^= parity >> 2;
