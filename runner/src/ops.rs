@@ -58,6 +58,11 @@ impl ActivationPrecision {
     pub const NAMES: [(&'static str, Self); 4] =
         [("f32", Self::F32), ("int8", Self::Int8), ("plain-ggml", Self::PlainGgml), ("mixed", Self::Mixed)];
 
+    /// Whether a CPU computes in this precision.
+    pub fn runs_on_cpu(self) -> bool {
+        matches!(self, Self::F32 | Self::Int8 | Self::PlainGgml)
+    }
+
     /// Whether the inputs of matrices are rounded where ggml's CPU code rounds them.
     pub fn rounds_as_ggml(self) -> bool {
         matches!(self, Self::Int8 | Self::PlainGgml)

@@ -150,7 +150,7 @@ impl Model {
             }
         }
         let fits = match options.processor {
-            Processor::Cpu => options.activations != ActivationPrecision::Mixed,
+            Processor::Cpu => options.activations.runs_on_cpu(),
             Processor::Cuda(_) => !options.activations.rounds_as_ggml(),
         };
         if !fits {

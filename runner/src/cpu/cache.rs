@@ -275,7 +275,7 @@ mod tests {
             cache.push(CompressedRows::Attention, &values, &[0.0; 4], &run(&bias, &norm));
         }
         let normed = |a: f32, b: f32| {
-            let factor = inverse_rms(&[a, b], 0.0);
+            let factor = inverse_rms(&[a, b], 0.0, Sums::Own);
             [a * factor, b * factor]
         };
         let rows = cache.compressed(CompressedRows::Attention);

@@ -27,11 +27,19 @@ macro_rules! for_levels {
             fn avx2($($arg: $type),*) $(-> $result)? {
                 $generic::<$crate::cpu::int8::wide::Avx2Bytes>($($arg),*)
             }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512vl")]
+            fn avx512($($arg: $type),*) $(-> $result)? {
+                $generic::<$crate::cpu::int8::wide::Avx512Bytes>($($arg),*)
+            }
             match level {
                 Level::Scalar => $generic::<$crate::cpu::int8::wide::Plain>($($arg),*),
                 // SAFETY: `Level::detect` gives this level only on machines with AVX2 and F16C.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: `Level::detect` gives this level only on machines that have AVX-512 too.
+                #[cfg(target_arch = "x86_64")]
+                Level::Avx512 => unsafe { avx512($($arg),*) },
                 #[cfg(target_arch = "aarch64")]
                 Level::Neon => $generic::<$crate::cpu::int8::neon::NeonBytes>($($arg),*),
             }
