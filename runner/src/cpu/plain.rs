@@ -77,7 +77,9 @@ pub(super) fn attend_heads(queries: &[f32], keys: &[&[f32]], sinks: &[f32], out:
         let largest = largest(&weights).max(sink);
         let all = exponentials(&mut weights, largest) + f64::from((sink - largest).exp());
         let factor = (1.0 / all) as f32;
-        weights.iter_mut().for_each(|weight| *weight *= factor);
+        for weight in &mut weights {
+            *weight *= factor;
+        }
         for (column, out) in out.iter_mut().enumerate() {
             *out = sum(keys.iter().zip(&weights).map(|(key, weight)| key[column] * weight));
         }
@@ -87,7 +89,9 @@ pub(super) fn attend_heads(queries: &[f32], keys: &[&[f32]], sinks: &[f32], out:
 /// Rotates an indexer's row by the normalised Walsh-Hadamard matrix, as ggml does also where nothing is rounded then.
 pub(super) fn hadamard(values: &mut [f32]) {
     let factor = 1.0 / (values.len() as f32).sqrt();
-    values.iter_mut().for_each(|value| *value *= factor);
+    for value in values.iter_mut() {
+        *value *= factor;
+    }
     sum_and_subtract(values);
 }
 
@@ -152,7 +156,9 @@ pub(super) fn sinkhorn(comb: &mut [f32], m: usize, iterations: usize, epsilon: f
             sum += *value;
         }
         let inverse = 1.0 / sum;
-        row.iter_mut().for_each(|value| *value = *value * inverse + epsilon);
+        for value in row {
+            *value = *value * inverse + epsilon;
+        }
     }
     normalise(comb, m, 1, m, epsilon);
     for _ in 1..iterations {

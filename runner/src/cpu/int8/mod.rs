@@ -85,7 +85,7 @@ pub struct Int8Dot {
     group_values: usize,
     products: fn(Level, &[u8], &Int8Rows, &mut [f32]),
     /// Takes the place of `products`, if the sums are to be those of ggml's plain code.
-    plain: Option<fn(&[u8], &Int8Rows, &mut [f32])>,
+    plain: Option<plain::Products>,
 }
 
 /// Types that have one. Other quantized types are widened, whatever the precision asked for.

@@ -9,7 +9,7 @@ use super::inputs::{Group32, Group256, Groups, Int8Rows};
 use super::wide::even_signs;
 
 /// Every product of rows (as bytes) with rounded inputs.
-type Products = fn(&[u8], &Int8Rows, &mut [f32]);
+pub(super) type Products = fn(&[u8], &Int8Rows, &mut [f32]);
 
 /// One line of the table.
 macro_rules! plain_products {
