@@ -2,9 +2,11 @@
 //
 //   cc -O2 -I LLAMA/ggml/include -o ggml_rounding tools/ggml_rounding.c -L LLAMA_BIN_DIR -lggml-cpu -lggml-base -lm
 //   ggml_rounding test-vectors/rounding
+//   ggml_rounding test-vectors/rounding plain    with a libggml-cpu that docs/llamacpp.md calls plain
 //
 // inputs.f32: rows of 1024 values, each with its own kind of trouble. TYPE.inputs: those rows as the type's products
 // take them (q8_0, q8_k, f16, bf16). TYPE.rows: two rows of random blocks; TYPE.products: f32, each row with each input.
+// Of plain code the products alone are kept, as TYPE.plain_products, and inputs that it rounds in another way.
 #include "ggml-cpu.h"
 #include "ggml.h"
 
@@ -54,8 +56,9 @@ static void fill(float *x) {
 }
 
 int main(int argc, char **argv) {
-    if (argc != 2) {
-        fprintf(stderr, "usage: ggml_rounding FOLDER\n");
+    const int plain = argc == 3 && !strcmp(argv[2], "plain");
+    if (argc != 2 + plain) {
+        fprintf(stderr, "usage: ggml_rounding FOLDER [plain]\n");
         return 2;
     }
     ggml_cpu_init();
@@ -64,7 +67,7 @@ int main(int argc, char **argv) {
     fill(x);
     for (int i = 0; i < ROWS * WIDTH; i++) weights[i] = uniform() * uniform() * 0.1f;
     for (int i = 0; i < WIDTH; i++) ones[i] = 1;
-    save(argv[1], "inputs", "f32", x, sizeof x);
+    if (!plain) save(argv[1], "inputs", "f32", x, sizeof x);
     const enum ggml_type types[] = {GGML_TYPE_Q8_0, GGML_TYPE_MXFP4,   GGML_TYPE_Q2_K, GGML_TYPE_Q4_K,
                                     GGML_TYPE_Q6_K, GGML_TYPE_IQ2_XXS, GGML_TYPE_F16,  GGML_TYPE_BF16};
     for (size_t t = 0; t < sizeof types / sizeof *types; t++) {
@@ -82,6 +85,11 @@ int main(int argc, char **argv) {
             for (int r = 0; r < ROWS; r++) {
                 cpu->vec_dot(WIDTH, products + r * INPUTS + i, 0, rows + r * row_bytes, 0, inputs[i], 0, 1);
             }
+        }
+        if (plain) {
+            save(argv[1], name, "plain_products", products, sizeof products);
+            if (types[t] == GGML_TYPE_Q8_0) save(argv[1], name, "plain_inputs", all, INPUTS * input_bytes);
+            continue;
         }
         save(argv[1], ggml_type_name(cpu->vec_dot_type), "inputs", all, INPUTS * input_bytes);
         save(argv[1], name, "rows", rows, ROWS * row_bytes);

@@ -25,7 +25,7 @@ fn row() -> Vec<f32> {
 fn levels() -> Vec<(&'static str, Level)> {
     let mut levels = vec![("scalar", Level::Scalar)];
     #[cfg(target_arch = "x86_64")]
-    if Level::detect() == Level::Avx2 {
+    if Level::all().contains(&Level::Avx2) {
         levels.push(("AVX2", Level::Avx2));
     }
     levels

@@ -10,7 +10,11 @@ use runner::{ActivationPrecision, Model, Options};
 fn decode(criterion: &mut Criterion) {
     let folder = tempfile::tempdir().expect("a temporary folder");
     let file = folder.path().join("q2.gguf");
-    nano_model::write_gguf(&Recipe::built_in("q2").expect("a built-in recipe"), &file);
+    nano_model::write_gguf(
+        nano_model::checkpoint(),
+        &Recipe::built_in("q2").expect("a built-in recipe"),
+        &file,
+    );
     // The checkpoint is widened at loading; the file is computed from its blocks, as files of the full size.
     let models = [
         ("checkpoint", nano_model::checkpoint(), ActivationPrecision::F32, u64::MAX),

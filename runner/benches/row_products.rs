@@ -37,7 +37,7 @@ fn row_products(criterion: &mut Criterion) {
         let mut out = vec![0.0; n_rows];
         let mut group = criterion.benchmark_group("row_products");
         group.throughput(Throughput::Bytes(rows.len() as u64)).sample_size(20);
-        for level in [Level::detect(), Level::Scalar] {
+        for level in Level::all().into_iter().rev() {
             group.bench_function(format!("{block_type} {level:?}"), |bencher| {
                 bencher.iter_custom(|n| {
                     let started = processor_time();

@@ -88,7 +88,7 @@ fn main() -> Result<(), Box<dyn Error>> {
     };
     let saved = Saved::read(saved)?;
     let chunks: Vec<&[u32]> = saved.tokens.chunks_exact(saved.n_context).collect();
-    for (name, activations) in ActivationPrecision::NAMES {
+    for (name, activations) in ActivationPrecision::NAMES.into_iter().filter(|(_, a)| a.runs_on_cpu()) {
         let options = Options { activations, numerics: Numerics::Exact, ..Options::default() };
         let model = Model::open(Path::new(model), options)?;
         let mut sums = Sums::default();
@@ -106,7 +106,7 @@ fn main() -> Result<(), Box<dyn Error>> {
 fn report(activations: &str, sums: &Sums) {
     let n = sums.n as f64;
     println!(
-        "{activations:>4} activations: {} positions, same top-1 {:.2} %, mean KL {:.2e}, most likely token lost by at most {:.4} nats",
+        "{activations:>10} activations: {} positions, same top-1 {:.2} %, mean KL {:.2e}, most likely token lost by at most {:.4} nats",
         sums.n,
         100.0 * sums.same_top as f64 / n,
         sums.divergence / n,

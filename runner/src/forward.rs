@@ -25,7 +25,7 @@ use crate::observe::{
 };
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap, SublayerInput,
+    Numerics, Piece, Rope, RowPlaces, Selection, SharedTap, SlowedPairs, SublayerInput,
 };
 
 /// Tokens that go through the layers together, of one or several sequences.
@@ -578,7 +578,7 @@ pub(crate) fn plain_rope(h: &HyperParameters) -> Rope {
     let width = h.qk_rope_head_dim as usize;
     let base = f64::from(h.rope_theta);
     let frequencies = (0..width / 2).map(|i| base.powf(-2.0 * i as f64 / width as f64) as f32).collect();
-    Rope { frequencies }
+    Rope { frequencies, base: h.rope_theta, slowed: None }
 }
 
 /// (3.2) Frequencies of layers with compressed rows: slow pairs are slowed further by the YaRN factor.
@@ -601,5 +601,10 @@ pub(crate) fn compressed_rope(h: &HyperParameters) -> Rope {
         let ramp = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
         (plain / f64::from(scaling.factor) * ramp + plain * (1.0 - ramp)) as f32
     };
-    Rope { frequencies: (0..width as usize / 2).map(frequency).collect() }
+    let slowed = SlowedPairs { factor: scaling.factor, first_slowed: low as f32, all_slowed: high as f32 };
+    Rope {
+        frequencies: (0..width as usize / 2).map(frequency).collect(),
+        base: h.compress_rope_theta,
+        slowed: Some(slowed),
+    }
 }

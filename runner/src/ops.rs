@@ -45,6 +45,9 @@ pub enum ActivationPrecision {
     /// Rounding takes place where ggml's CPU code does it: inputs of F16 and BF16 matrices are rounded to those types,
     /// those of F32 matrices stay as they are.
     Int8,
+    /// As `Int8`, and every sum in the order of ggml's plain C code: gives the logits of llama.cpp built without vector
+    /// instructions, bit for bit. For comparisons: slow.
+    PlainGgml,
     /// As the GPU does it fastest: in batches inputs and weights are rounded to `f16`; for single tokens inputs of
     /// routed experts are rounded to 8 bits, all others stay `f32`.
     Mixed,
@@ -52,8 +55,18 @@ pub enum ActivationPrecision {
 
 impl ActivationPrecision {
     /// Every precision with the name users type and reports store.
-    pub const NAMES: [(&'static str, Self); 3] =
-        [("f32", Self::F32), ("int8", Self::Int8), ("mixed", Self::Mixed)];
+    pub const NAMES: [(&'static str, Self); 4] =
+        [("f32", Self::F32), ("int8", Self::Int8), ("plain-ggml", Self::PlainGgml), ("mixed", Self::Mixed)];
+
+    /// Whether a CPU computes in this precision.
+    pub fn runs_on_cpu(self) -> bool {
+        matches!(self, Self::F32 | Self::Int8 | Self::PlainGgml)
+    }
+
+    /// Whether the inputs of matrices are rounded where ggml's CPU code rounds them.
+    pub fn rounds_as_ggml(self) -> bool {
+        matches!(self, Self::Int8 | Self::PlainGgml)
+    }
 
     /// The name users type and reports store.
     pub fn name(self) -> &'static str {
@@ -66,6 +79,21 @@ impl ActivationPrecision {
 pub struct Rope {
     /// `f_i` of pair `i`.
     pub frequencies: Vec<f32>,
+    /// What they were made of: pair `i` makes `base^(-i / pairs)` radians a position.
+    pub base: f32,
+    /// Which pairs were slowed.
+    pub slowed: Option<SlowedPairs>,
+}
+
+/// YaRN's slowing of the pairs that turn slowest.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SlowedPairs {
+    /// How much slower.
+    pub factor: f32,
+    /// Up to here pairs keep their frequency.
+    pub first_slowed: f32,
+    /// From here on all are slower by the whole factor.
+    pub all_slowed: f32,
 }
 
 /// Tokens of one sequence that follow each other, as rows of a batch.

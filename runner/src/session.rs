@@ -153,14 +153,14 @@ impl Model {
             }
         }
         let fits = match options.processor {
-            Processor::Cpu => options.activations != ActivationPrecision::Mixed,
-            Processor::Cuda(_) => options.activations != ActivationPrecision::Int8,
+            Processor::Cpu => options.activations.runs_on_cpu(),
+            Processor::Cuda(_) => !options.activations.rounds_as_ggml(),
         };
         if !fits {
             return Err(RunnerError::BadOption {
                 option: "activations",
                 found: options.activations.name().into(),
-                expected: "f32 or int8 on a CPU, f32 or mixed on a GPU",
+                expected: "f32, int8 or plain-ggml on a CPU, f32 or mixed on a GPU",
             });
         }
         let n_threads = options.n_threads;

@@ -227,7 +227,7 @@ fn a_second_run_and_lossless_gguf_files_give_the_same_bits() {
         .into_iter()
         .map(|(name, experts)| {
             let path = temporary.path().join(format!("{name}.gguf"));
-            write_gguf(&exact_recipe(experts), &path);
+            write_gguf(checkpoint(), &exact_recipe(experts), &path);
             let file = Gguf::open(&path).unwrap();
             let inexact = file
                 .tensors()

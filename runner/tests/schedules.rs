@@ -237,33 +237,35 @@ fn eight_bit_inputs_stay_near_and_do_not_depend_on_schedule_or_instructions() {
         let options = Options { numerics: Numerics::Exact, ..options };
         Model::open(&gguf_path(&temporary), options).unwrap()
     };
-    let int8 = Options { activations: ActivationPrecision::Int8, ..Options::default() };
-    let expected = logits(&open(int8.clone()), &[text]).swap_remove(0);
-    // Weights that are read ahead and given back are the same weights.
-    let others = Options {
-        level: Level::Scalar,
-        batch_tokens: 50,
-        attention_tokens: 7,
-        n_threads: 3,
-        widen_up_to_bytes: 0,
-        release_weights: Some(true),
-        ..int8.clone()
-    };
-    assert_eq!(logits(&open(others), &[text]).swap_remove(0), expected);
-    let model = open(int8);
-    let mut session = model.session();
-    for (position, &token) in text.iter().enumerate() {
-        assert_eq!(session.decode(token).unwrap(), expected[position], "position {position}");
+    for activations in [ActivationPrecision::Int8, ActivationPrecision::PlainGgml] {
+        let rounded = Options { activations, ..Options::default() };
+        let expected = logits(&open(rounded.clone()), &[text]).swap_remove(0);
+        // Weights that are read ahead and given back are the same weights.
+        let others = Options {
+            level: Level::Scalar,
+            batch_tokens: 50,
+            attention_tokens: 7,
+            n_threads: 3,
+            widen_up_to_bytes: 0,
+            release_weights: Some(true),
+            ..rounded.clone()
+        };
+        assert_eq!(logits(&open(others), &[text]).swap_remove(0), expected, "{activations:?}");
+        let model = open(rounded);
+        let mut session = model.session();
+        for (position, &token) in text.iter().enumerate() {
+            assert_eq!(session.decode(token).unwrap(), expected[position], "position {position}");
+        }
+        // The random network amplifies every rounding; a wrong product would leave nothing in common.
+        let reference = logits(&open(Options::default()), &[text]).swap_remove(0);
+        let divergence = |(p, q): (&Vec<f32>, &Vec<f32>)| {
+            let (p, q) = (log_probabilities(p), log_probabilities(q));
+            p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
+        };
+        let mean = reference.iter().zip(&expected).map(divergence).sum::<f64>() / text.len() as f64;
+        assert!(mean < 0.1, "mean divergence {mean}");
+        assert!(mean > 0.0, "inputs were rounded");
     }
-    // The random network amplifies every rounding; a wrong product would leave nothing in common.
-    let reference = logits(&open(Options::default()), &[text]).swap_remove(0);
-    let divergence = |(p, q): (&Vec<f32>, &Vec<f32>)| {
-        let (p, q) = (log_probabilities(p), log_probabilities(q));
-        p.iter().zip(q).map(|(p, q)| p.exp() * (p - q)).sum::<f64>()
-    };
-    let mean = reference.iter().zip(&expected).map(divergence).sum::<f64>() / text.len() as f64;
-    assert!(mean < 0.1, "mean divergence {mean}");
-    assert!(mean > 0.0, "inputs were rounded");
 }
 
 #[test]

@@ -44,9 +44,9 @@ pub(super) struct ComputeArguments {
     /// Rounding of activations: `official` as the model was trained, `exact` as a float reference.
     #[arg(long, value_name = "MODE", default_value = "official", value_parser = ["official", "exact"])]
     numerics: String,
-    /// Inputs of quantized matrices: `f32` is exact, `int8` fast on a CPU, `mixed` fast on a GPU. If left out: `f32` on
-    /// a CPU, `mixed` on a GPU.
-    #[arg(long, value_name = "TYPE", value_parser = ["f32", "int8", "mixed"])]
+    /// Inputs of quantized matrices: `f32` is exact, `int8` fast on a CPU, `mixed` fast on a GPU, `plain-ggml` bit for
+    /// bit llama.cpp without vector instructions. If left out: `f32` on a CPU, `mixed` on a GPU.
+    #[arg(long, value_name = "TYPE", value_parser = ["f32", "int8", "plain-ggml", "mixed"])]
     activations: Option<String>,
     /// Most tokens of a sequence; what the model is made for if left out.
     #[arg(short = 'c', long = "ctx", value_name = "N")]

@@ -85,7 +85,7 @@ pub(super) fn dequantize<C: Codebook>(level: Level, blocks: &[u8], row: &mut [f3
     match level {
         Level::Scalar => widen::<Scalar, C>(blocks, row),
         #[cfg(target_arch = "x86_64")]
-        Level::Avx2 => avx2::dequantize::<C>(blocks, row),
+        Level::Avx2 | Level::Avx512 => avx2::dequantize::<C>(blocks, row),
         #[cfg(target_arch = "aarch64")]
         Level::Neon => widen::<crate::simd::Neon, C>(blocks, row),
     }
@@ -117,7 +117,7 @@ mod avx2 {
         fn enter<C: Codebook>(blocks: &[u8], row: &mut [f32]) {
             widen::<Avx2, C>(blocks, row);
         }
-        // SAFETY: `Level::Avx2` is only made where the machine has AVX2 and F16C.
+        // SAFETY: the levels are only made where the machine has AVX2 and F16C.
         unsafe { enter::<C>(blocks, row) }
     }
 }

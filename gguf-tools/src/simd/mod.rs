@@ -27,6 +27,9 @@ pub enum Level {
     /// x86-64 with AVX2 and F16C.
     #[cfg(target_arch = "x86_64")]
     Avx2,
+    /// x86-64 with AVX-512 (F, BW, VL) besides. Kernels without code of their own for it take that of AVX2.
+    #[cfg(target_arch = "x86_64")]
+    Avx512,
     /// NEON, which every aarch64 processor has.
     #[cfg(target_arch = "aarch64")]
     Neon,
@@ -37,12 +40,28 @@ impl Level {
     pub fn detect() -> Self {
         #[cfg(target_arch = "x86_64")]
         if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("f16c") {
-            return Self::Avx2;
+            let has_avx512 = is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512vl");
+            return if has_avx512 { Self::Avx512 } else { Self::Avx2 };
         }
         #[cfg(target_arch = "aarch64")]
         return Self::Neon;
         #[cfg(not(target_arch = "aarch64"))]
         Self::Scalar
+    }
+
+    /// Every level that this machine has, the best one last.
+    pub fn all() -> Vec<Self> {
+        let mut levels = vec![Self::Scalar];
+        #[cfg(target_arch = "x86_64")]
+        if Self::detect() == Self::Avx512 {
+            levels.push(Self::Avx2);
+        }
+        if Self::detect() != Self::Scalar {
+            levels.push(Self::detect());
+        }
+        levels
     }
 }
 
@@ -60,7 +79,7 @@ impl Level {
     /// Runs a kernel with this level's lanes; with scalar ones where the machine lacks the level.
     pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
         #[cfg(target_arch = "x86_64")]
-        if self == Self::Avx2 && Self::detect() == Self::Avx2 {
+        if matches!(self, Self::Avx2 | Self::Avx512) && Self::detect() != Self::Scalar {
             return avx2::run(kernel);
         }
         #[cfg(target_arch = "aarch64")]

@@ -2,6 +2,7 @@
 
 use rayon::prelude::*;
 
+use super::plain::{self, Sums};
 use super::{CpuCache, CpuTensor, PARALLEL_WORK, kernels};
 use crate::ops::{CompressedRows, Piece, Rope, Selection};
 use gguf_tools::simd::Level;
@@ -10,19 +11,34 @@ use gguf_tools::simd::Level;
 const HEADS_PER_TASK: usize = 8;
 
 /// (3.3) Rotates the adjacent pairs at the end of a vector by `position` times their frequency, or back.
-pub(super) fn rotate(vector: &mut [f32], rope: &Rope, position: usize, back: bool) {
-    rotate_by(vector, &angles(rope, position), back);
+pub(super) fn rotate(vector: &mut [f32], rope: &CpuRope, position: usize, back: bool) {
+    rotate_by(vector, &rope.angles(position), back);
 }
 
-/// Cosine and sine of each pair.
-pub(super) fn angles(rope: &Rope, position: usize) -> Vec<(f32, f32)> {
-    rope.frequencies
-        .iter()
-        .map(|frequency| {
+/// Rotary frequencies, and how angles are made of them.
+#[derive(Debug, Clone, PartialEq)]
+pub struct CpuRope {
+    pub(super) rope: Rope,
+    pub(super) sums: Sums,
+}
+
+impl CpuRope {
+    /// Cosine and sine of each pair.
+    pub(super) fn angles(&self, position: usize) -> Vec<(f32, f32)> {
+        if self.sums == Sums::PlainGgml {
+            return plain::angles(&self.rope, position);
+        }
+        let angle = |frequency: &f32| {
             let (sin, cos) = (position as f32 * frequency).sin_cos();
             (cos, sin)
-        })
-        .collect()
+        };
+        self.rope.frequencies.iter().map(angle).collect()
+    }
+
+    /// Values that are rotated, at the end of a vector.
+    pub(super) fn width(&self) -> usize {
+        2 * self.rope.frequencies.len()
+    }
 }
 
 pub(super) fn rotate_by(vector: &mut [f32], angles: &[(f32, f32)], back: bool) {
@@ -42,7 +58,7 @@ pub(super) fn attend(
     piece: &Piece,
     selection: &Selection<Vec<Vec<u32>>>,
     sinks: &[f32],
-    rope: &Rope,
+    rope: &CpuRope,
     output: &mut CpuTensor,
 ) {
     let head_dim = cache.shape().head_dim;
@@ -64,8 +80,12 @@ pub(super) fn attend(
             Selection::Rows(chosen) => keys.extend(chosen[token].iter().map(|&w| row(w as usize))),
         }
         let q = &queries.row(first + token)[first_head * head_dim..][..heads * head_dim];
-        kernels::attend_heads(level, q, &keys, &sinks[first_head..first_head + heads], out);
-        let angles = angles(rope, position);
+        let sinks = &sinks[first_head..first_head + heads];
+        match rope.sums {
+            Sums::Own => kernels::attend_heads(level, q, &keys, sinks, out),
+            Sums::PlainGgml => plain::attend_heads(q, &keys, sinks, out),
+        }
+        let angles = rope.angles(position);
         for head in out.chunks_exact_mut(head_dim) {
             rotate_by(head, &angles, true);
         }
@@ -80,6 +100,7 @@ pub(super) fn attend(
 }
 
 /// (4.6.5 to 4.6.7) for the piece's rows.
+#[expect(clippy::too_many_arguments, reason = "the operation's arguments")]
 pub(super) fn index_topk(
     level: Level,
     cache: &CpuCache,
@@ -88,6 +109,7 @@ pub(super) fn index_topk(
     piece: &Piece,
     top_k: usize,
     keep_scores: bool,
+    sums: Sums,
 ) -> (Vec<Vec<u32>>, Vec<f32>) {
     let width = cache.shape().index_head_dim;
     let n_heads = head_weights.width;
@@ -103,8 +125,18 @@ pub(super) fn index_topk(
             head_weights.row(piece.rows.start + token).iter().map(|w| w * factor).collect();
         let mut scores = vec![f32::NEG_INFINITY; n_rows];
         let q = queries.row(piece.rows.start + token);
-        kernels::index_scores(level, q, &rows[..n_visible * width], &weights, &mut scores);
-        (best(&scores[..n_visible], top_k), scores)
+        let rows = &rows[..n_visible * width];
+        let chosen = match sums {
+            Sums::Own => {
+                kernels::index_scores(level, q, rows, &weights, &mut scores);
+                best(&scores[..n_visible], top_k)
+            }
+            Sums::PlainGgml => {
+                plain::index_scores(q, rows, &weights, &mut scores);
+                plain::best(&scores[..n_visible], top_k)
+            }
+        };
+        (chosen, scores)
     };
     let work = piece.rows.len() * n_rows * width * n_heads;
     let found: Vec<(Vec<u32>, Vec<f32>)> = if work < PARALLEL_WORK {
@@ -135,7 +167,8 @@ mod tests {
 
     #[test]
     fn rotation_turns_adjacent_pairs_at_the_end_and_back_again() {
-        let rope = Rope { frequencies: vec![1.0, 0.5] };
+        let rope = Rope { frequencies: vec![1.0, 0.5], base: 4.0, slowed: None };
+        let rope = CpuRope { rope, sums: Sums::Own };
         let vector = [9.0, 1.0, 0.0, 0.0, 1.0];
         let mut turned = vector;
         rotate(&mut turned, &rope, 2, false);

@@ -1,9 +1,10 @@
 //! What a layer keeps of a sequence, (5.1), and the compressors that fill it, (4.5).
 
-use super::attention::rotate;
+use super::attention::{CpuRope, rotate};
 use super::hyper::inverse_rms;
+use super::plain::{self, Sums};
 use super::round::{rotate_and_round_to_fp4, round_to_fp8};
-use crate::ops::{CacheShape, CompressedRows, Numerics, Rope};
+use crate::ops::{CacheShape, CompressedRows, Numerics};
 
 /// One layer's cache of one sequence. Grows with the tokens; a clone is a snapshot.
 #[derive(Debug, Clone)]
@@ -32,7 +33,7 @@ struct CompressorState {
 pub(super) struct CompressorRun<'a> {
     pub(super) position_bias: &'a [f32],
     pub(super) norm: &'a [f32],
-    pub(super) rope: &'a Rope,
+    pub(super) rope: &'a CpuRope,
     pub(super) epsilon: f32,
     pub(super) numerics: Numerics,
 }
@@ -127,8 +128,15 @@ impl CpuCache {
         }
         state.n_tokens += 1;
         if state.n_tokens.is_multiple_of(ratio) {
-            let mut row =
-                if overlapping { state.merge_overlapping(ratio, width) } else { state.merge(width) };
+            let mean = match run.rope.sums {
+                Sums::Own => softmax_mean,
+                Sums::PlainGgml => plain::softmax_mean,
+            };
+            let mut row = if overlapping {
+                state.merge_overlapping(ratio, width, mean)
+            } else {
+                state.merge(width, mean)
+            };
             finish_row(&mut row, state.n_tokens - ratio, target, run);
             state.rows.extend_from_slice(&row);
             if overlapping {
@@ -141,27 +149,29 @@ impl CpuCache {
 
 impl CompressorState {
     /// Disjoint windows: each channel is the mean of its values, weighted by the softmax of its gates.
-    fn merge(&self, width: usize) -> Vec<f32> {
+    fn merge(&self, width: usize, mean: Mean) -> Vec<f32> {
         let n_slots = self.values.len() / width;
         (0..width)
             .map(|channel| {
-                softmax_mean((0..n_slots).map(|s| {
+                let slots = (0..n_slots).map(|s| {
                     let at = s * width + channel;
                     (self.gates[at], self.values[at])
-                }))
+                });
+                mean(&slots.collect::<Vec<_>>())
             })
             .collect()
     }
 
     /// Overlapping windows: first halves of the previous window's tokens and second halves of this one's.
-    fn merge_overlapping(&self, ratio: usize, width: usize) -> Vec<f32> {
+    fn merge_overlapping(&self, ratio: usize, width: usize, mean: Mean) -> Vec<f32> {
         let half = width / 2;
         (0..half)
             .map(|channel| {
-                softmax_mean((0..2 * ratio).map(|s| {
+                let slots = (0..2 * ratio).map(|s| {
                     let at = s * width + channel + if s < ratio { 0 } else { half };
                     (self.gates[at], self.values[at])
-                }))
+                });
+                mean(&slots.collect::<Vec<_>>())
             })
             .collect()
     }
@@ -169,7 +179,7 @@ impl CompressorState {
 
 /// Norm, rotation to the window's first position, rounding.
 fn finish_row(row: &mut [f32], position: usize, target: CompressedRows, run: &CompressorRun<'_>) {
-    let factor = inverse_rms(row, run.epsilon);
+    let factor = inverse_rms(row, run.epsilon, run.rope.sums);
     for (value, weight) in row.iter_mut().zip(run.norm) {
         *value = *value * factor * weight;
     }
@@ -177,19 +187,24 @@ fn finish_row(row: &mut [f32], position: usize, target: CompressedRows, run: &Co
     if run.numerics == Numerics::Official {
         match target {
             CompressedRows::Attention => {
-                let plain = row.len() - 2 * run.rope.frequencies.len();
+                let plain = row.len() - run.rope.width();
                 round_to_fp8(&mut row[..plain]);
             }
             CompressedRows::Indexer => rotate_and_round_to_fp4(row),
         }
+    } else if run.rope.sums == Sums::PlainGgml && target == CompressedRows::Indexer {
+        plain::hadamard(row);
     }
 }
 
+/// A weighted mean of gates and values.
+type Mean = fn(&[(f32, f32)]) -> f32;
+
 /// Mean of values weighted by the softmax of their gates. At least one gate is finite.
-fn softmax_mean(slots: impl Iterator<Item = (f32, f32)> + Clone) -> f32 {
-    let largest = slots.clone().fold(f32::NEG_INFINITY, |a, (gate, _)| a.max(gate));
+fn softmax_mean(slots: &[(f32, f32)]) -> f32 {
+    let largest = slots.iter().fold(f32::NEG_INFINITY, |a, &(gate, _)| a.max(gate));
     let (mut sum, mut weighted) = (0.0_f64, 0.0_f64);
-    for (gate, value) in slots {
+    for &(gate, value) in slots {
         let weight = f64::from((gate - largest).exp());
         sum += weight;
         weighted += weight * f64::from(value);
@@ -200,8 +215,10 @@ fn softmax_mean(slots: impl Iterator<Item = (f32, f32)> + Clone) -> f32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ops::Rope;
 
-    static ROPE: Rope = Rope { frequencies: Vec::new() };
+    static ROPE: CpuRope =
+        CpuRope { rope: Rope { frequencies: Vec::new(), base: 1.0, slowed: None }, sums: Sums::Own };
 
     fn run<'a>(bias: &'a [f32], norm: &'a [f32]) -> CompressorRun<'a> {
         CompressorRun { position_bias: bias, norm, rope: &ROPE, epsilon: 0.0, numerics: Numerics::Exact }
@@ -258,7 +275,7 @@ mod tests {
             cache.push(CompressedRows::Attention, &values, &[0.0; 4], &run(&bias, &norm));
         }
         let normed = |a: f32, b: f32| {
-            let factor = inverse_rms(&[a, b], 0.0);
+            let factor = inverse_rms(&[a, b], 0.0, Sums::Own);
             [a * factor, b * factor]
         };
         let rows = cache.compressed(CompressedRows::Attention);

@@ -3,9 +3,10 @@
 use rayon::prelude::*;
 
 use super::matrix::{CpuMatrix, Inputs, Job, transposed};
+use super::plain::{self, Sums};
 use super::{CpuBackend, CpuTensor, for_rows};
 use crate::error::RunnerError;
-use crate::ops::{ActivationPrecision, ExpertTap, GatedFfn, RouterRule, Routing, SharedTap};
+use crate::ops::{ExpertTap, GatedFfn, RouterRule, Routing, SharedTap};
 
 /// Inputs that are gathered before their experts are run together: bounds memory, and lets small groups share threads.
 const GROUP_INPUTS: usize = 256;
@@ -28,7 +29,12 @@ pub(super) fn route(
     tokens: &[u32],
     n_used: usize,
     scaling_factor: f32,
+    sums: Sums,
 ) -> Routing {
+    let score = match sums {
+        Sums::Own => score,
+        Sums::PlainGgml => plain::score,
+    };
     let mut routing = Routing { n_used, experts: Vec::new(), weights: Vec::new() };
     for (logits, &token) in logits.values.chunks_exact(logits.width).zip(tokens) {
         let scores: Vec<f32> = logits.iter().map(|&logit| score(logit)).collect();
@@ -45,7 +51,11 @@ pub(super) fn route(
             }
         };
         // The bias takes part in the choice, not in the weights.
-        let sum: f32 = chosen.iter().map(|&e| scores[e as usize]).sum::<f32>() + 1e-20;
+        let weights = chosen.iter().map(|&e| scores[e as usize]);
+        let sum = match sums {
+            Sums::Own => weights.sum::<f32>() + 1e-20,
+            Sums::PlainGgml => plain::sum(weights),
+        };
         routing.weights.extend(chosen.iter().map(|&e| scores[e as usize] / sum * scaling_factor));
         routing.experts.extend(chosen);
     }
@@ -131,7 +141,7 @@ impl CpuBackend {
     ) -> Result<(), RunnerError> {
         let width = input.width;
         // ggml weighs what an expert gives. That is the same but for the rounding in front of `down`.
-        let weighs_results = self.activations == ActivationPrecision::Int8;
+        let weighs_results = self.activations.rounds_as_ggml();
         let gathered: Vec<Vec<f32>> = groups
             .iter()
             .map(|group| {
@@ -243,7 +253,7 @@ mod tests {
     fn the_bias_decides_the_choice_but_not_the_weight_and_ties_go_to_the_lower_expert() {
         let logits = CpuTensor { width: 4, values: vec![1.0, 2.0, 2.0, 0.0] };
         let rule = RouterRule::Bias([0.0, 0.0, 0.0, 9.0].into());
-        let routing = route(&logits, &rule, &[0], 2, 1.5);
+        let routing = route(&logits, &rule, &[0], 2, 1.5, Sums::Own);
         assert_eq!(routing.experts, [3, 1]);
         let (a, b) = (score(0.0), score(2.0));
         assert!((routing.weights[0] - 1.5 * a / (a + b)).abs() < 1e-6);
@@ -254,7 +264,7 @@ mod tests {
     fn hash_routing_follows_the_table_and_weighs_by_the_scores() {
         let logits = CpuTensor { width: 3, values: vec![1.0, 2.0, 3.0, 3.0, 2.0, 1.0] };
         let rule = RouterRule::Hash([0, 1, 2, 0].into());
-        let routing = route(&logits, &rule, &[1, 0], 2, 1.0);
+        let routing = route(&logits, &rule, &[1, 0], 2, 1.0, Sums::Own);
         assert_eq!(routing.experts, [2, 0, 0, 1]);
         assert!(routing.weights[0] > routing.weights[1]);
     }

@@ -1,5 +1,6 @@
 //! Hyper-connections, (3.6), for one token.
 
+use super::plain::{self, Sums};
 use crate::ops::HyperConstants;
 
 /// Weights with which one token's streams are merged and mixed.
@@ -13,7 +14,10 @@ pub(super) struct TokenMix<'a> {
 }
 
 /// `1 / sqrt(mean of squares + epsilon)`.
-pub(super) fn inverse_rms(values: &[f32], epsilon: f32) -> f32 {
+pub(super) fn inverse_rms(values: &[f32], epsilon: f32, sums: Sums) -> f32 {
+    if sums == Sums::PlainGgml {
+        return plain::inverse_rms(values, epsilon);
+    }
     let sum: f64 = values.iter().map(|&v| f64::from(v) * f64::from(v)).sum();
     (1.0 / (sum / values.len() as f64 + f64::from(epsilon)).sqrt()) as f32
 }
@@ -37,6 +41,7 @@ pub(super) fn mix_weights(
     base: &[f32],
     constants: HyperConstants,
     out: TokenMix<'_>,
+    sums: Sums,
 ) {
     let m = constants.n_streams;
     let mixes: Vec<f32> = mixes.iter().map(|mix| mix * inverse_rms).collect();
@@ -47,6 +52,10 @@ pub(super) fn mix_weights(
     for ((comb, &mix), &base) in out.comb.iter_mut().zip(&mixes[2 * m..]).zip(&base[2 * m..]) {
         *comb = mix * scale[2] + base;
     }
+    let sinkhorn = match sums {
+        Sums::Own => sinkhorn,
+        Sums::PlainGgml => plain::sinkhorn,
+    };
     sinkhorn(out.comb, m, constants.sinkhorn_iterations, constants.epsilon);
 }
 

@@ -18,9 +18,9 @@ macro_rules! for_levels {
             }
             match level {
                 Level::Scalar => $generic::<Scalar>($($arg),*),
-                // SAFETY: `Level::detect` gives this level only on machines with AVX2 and F16C.
+                // SAFETY: `Level::detect` gives these levels only on machines with AVX2 and F16C.
                 #[cfg(target_arch = "x86_64")]
-                Level::Avx2 => unsafe { avx2($($arg),*) },
+                Level::Avx2 | Level::Avx512 => unsafe { avx2($($arg),*) },
                 #[cfg(target_arch = "aarch64")]
                 Level::Neon => $generic::<gguf_tools::simd::Neon>($($arg),*),
             }

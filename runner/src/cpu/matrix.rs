@@ -6,9 +6,10 @@ use std::sync::{Arc, OnceLock};
 use rayon::prelude::*;
 
 use super::int8::{FloatDot, InputRounding, Int8Dot, Int8Rows};
+use super::plain::{self, Sums};
 use super::{CpuBackend, PARALLEL_WORK, kernels};
 use crate::error::RunnerError;
-use crate::ops::{ActivationPrecision, MatrixPlace};
+use crate::ops::MatrixPlace;
 use crate::weights::WeightSource;
 
 /// Rows that one task widens and multiplies.
@@ -34,14 +35,16 @@ impl CpuMatrix {
         source: &Arc<dyn WeightSource>,
         place: MatrixPlace,
     ) -> Result<Self, RunnerError> {
-        let rounds = backend.activations == ActivationPrecision::Int8;
+        let rounds = backend.activations.rounds_as_ggml();
         let block_type = source.block_type(place.tensor).filter(|_| rounds);
         // Whole groups, and for floats whole groups of lanes.
         let rounding = block_type.and_then(InputRounding::of);
         let rounding = rounding.filter(|r| place.columns.is_multiple_of(r.group_values()));
         let int8 = block_type.filter(|_| rounding.is_some()).and_then(Int8Dot::of);
+        let plain = backend.sums() == Sums::PlainGgml;
+        let int8 = if plain { int8.map(Int8Dot::as_plain_ggml) } else { int8 };
         let float = source.block_type(place.tensor).and_then(FloatDot::of);
-        let float = float.filter(|_| place.columns.is_multiple_of(8));
+        let float = float.filter(|_| place.columns.is_multiple_of(8) && !plain);
         let mut matrix = Self { source: source.clone(), place, widened: None, rounding, int8, float };
         if backend.widen && matrix.int8.is_none() {
             let mut values = vec![0.0; place.rows * place.columns].into_boxed_slice();
@@ -93,9 +96,8 @@ impl<'a> Inputs<'a> {
     }
 
     fn int8(&self, backend: &CpuBackend, dot: Int8Dot) -> &Int8Rows {
-        let group_values = dot.group_values();
-        let place = &self.int8[usize::from(group_values == 256)];
-        place.get_or_init(|| Int8Rows::new(backend.level, self.values, self.width, group_values))
+        let place = &self.int8[usize::from(dot.group_values() == 256)];
+        place.get_or_init(|| dot.round(backend.level, self.values, self.width))
     }
 
     /// The values that a matrix is multiplied with.
@@ -167,7 +169,11 @@ impl CpuBackend {
             matrix.read_rows(tile.rows, scratch)?;
             &scratch[..]
         };
-        kernels::products(self.level, rows, tile.inputs.values(self, matrix), width, tile.out);
+        let inputs = tile.inputs.values(self, matrix);
+        match self.sums() {
+            Sums::Own => kernels::products(self.level, rows, inputs, width, tile.out),
+            Sums::PlainGgml => plain::products(rows, inputs, width, tile.out),
+        }
         Ok(())
     }
 

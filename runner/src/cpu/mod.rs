@@ -10,8 +10,10 @@ mod hyper;
 mod int8;
 mod kernels;
 mod matrix;
+mod plain;
 mod round;
 
+pub use attention::CpuRope;
 pub use cache::CpuCache;
 pub use int8::{FloatDot, InputRounding, Int8Dot, Int8Rows};
 pub use matrix::CpuMatrix;
@@ -26,6 +28,7 @@ use rayon::prelude::*;
 use self::cache::CompressorRun;
 use self::hyper::TokenMix;
 use self::matrix::{Inputs, Job, transposed};
+use self::plain::Sums;
 use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
@@ -85,6 +88,14 @@ fn for_rows(values: &mut [f32], width: usize, work: usize, f: impl Fn(usize, &mu
 }
 
 impl CpuBackend {
+    /// The order of sums.
+    fn sums(&self) -> Sums {
+        match self.activations {
+            ActivationPrecision::PlainGgml => Sums::PlainGgml,
+            _ => Sums::Own,
+        }
+    }
+
     /// Products of the mixer with every token's streams, each to be multiplied by its factor: the streams' inverse RMS.
     ///
     /// Where inputs are rounded, the streams are normed before, as in ggml, and the factors are one.
@@ -96,10 +107,10 @@ impl CpuBackend {
     ) -> Result<(Vec<f32>, Vec<f32>), RunnerError> {
         let mut factors = vec![0.0; streams.len()];
         for_rows(&mut factors, 1, streams.width, |token, factor| {
-            factor[0] = hyper::inverse_rms(streams.row(token), epsilon);
+            factor[0] = hyper::inverse_rms(streams.row(token), epsilon, self.sums());
         });
         let mut values = Cow::Borrowed(&streams.values);
-        if self.activations == ActivationPrecision::Int8 {
+        if self.activations.rounds_as_ggml() {
             for (row, factor) in values.to_mut().chunks_exact_mut(streams.width).zip(&mut factors) {
                 for value in row {
                     *value *= *factor;
@@ -136,7 +147,7 @@ impl Backend for CpuBackend {
     type Matrix = CpuMatrix;
     type Experts = GatedFfn<Vec<CpuMatrix>>;
     type Vector = Vec<f32>;
-    type Rope = Rope;
+    type Rope = CpuRope;
     type RouterRule = RouterRule;
     type Places = CpuPlaces;
     type Chosen = Vec<Vec<u32>>;
@@ -168,8 +179,8 @@ impl Backend for CpuBackend {
         Ok(values)
     }
 
-    fn rope(&self, rope: Rope) -> Result<Rope, RunnerError> {
-        Ok(rope)
+    fn rope(&self, rope: Rope) -> Result<CpuRope, RunnerError> {
+        Ok(CpuRope { rope, sums: self.sums() })
     }
 
     fn router_rule(&self, rule: RouterRule) -> Result<RouterRule, RunnerError> {
@@ -294,7 +305,15 @@ impl Backend for CpuBackend {
             let (post, comb) = rest.split_at_mut(m);
             let mixes = &mixes[token * n_mixes..][..n_mixes];
             let out = TokenMix { pre, post, comb };
-            hyper::mix_weights(mixes, factors[token], &weights.scale, &weights.base, constants, out);
+            hyper::mix_weights(
+                mixes,
+                factors[token],
+                &weights.scale,
+                &weights.base,
+                constants,
+                out,
+                self.sums(),
+            );
         });
         let mut x = CpuTensor::zeros(factors.len(), streams.width / m);
         let width = x.width;
@@ -359,7 +378,7 @@ impl Backend for CpuBackend {
         let mut out = CpuTensor::zeros(input.len(), input.width);
         for_rows(&mut out.values, input.width, 2 * input.width, |token, out| {
             let row = input.row(token);
-            let factor = hyper::inverse_rms(row, epsilon);
+            let factor = hyper::inverse_rms(row, epsilon, self.sums());
             for ((out, value), weight) in out.iter_mut().zip(row).zip(weights) {
                 *out = value * factor * weight;
             }
@@ -423,14 +442,14 @@ impl Backend for CpuBackend {
         queries: &mut CpuTensor,
         head_dim: usize,
         epsilon: f32,
-        rope: &Rope,
+        rope: &CpuRope,
         places: RowPlaces<'_, Self>,
     ) -> Result<(), RunnerError> {
         let width = queries.width;
         for_rows(&mut queries.values, width, 2 * width, |token, row| {
-            let angles = attention::angles(rope, places.positions()[token]);
+            let angles = rope.angles(places.positions()[token]);
             for head in row.chunks_exact_mut(head_dim) {
-                let factor = hyper::inverse_rms(head, epsilon);
+                let factor = hyper::inverse_rms(head, epsilon, self.sums());
                 for value in head.iter_mut() {
                     *value *= factor;
                 }
@@ -443,12 +462,12 @@ impl Backend for CpuBackend {
     fn kv_finish(
         &self,
         rows: &mut CpuTensor,
-        rope: &Rope,
+        rope: &CpuRope,
         places: RowPlaces<'_, Self>,
         numerics: Numerics,
     ) -> Result<(), RunnerError> {
         let width = rows.width;
-        let plain = width - 2 * rope.frequencies.len();
+        let plain = width - rope.width();
         for_rows(&mut rows.values, width, 2 * width, |token, row| {
             attention::rotate(row, rope, places.positions()[token], false);
             if numerics == Numerics::Official {
@@ -462,17 +481,19 @@ impl Backend for CpuBackend {
         &self,
         queries: &mut CpuTensor,
         head_dim: usize,
-        rope: &Rope,
+        rope: &CpuRope,
         places: RowPlaces<'_, Self>,
         numerics: Numerics,
     ) -> Result<(), RunnerError> {
         let width = queries.width;
         for_rows(&mut queries.values, width, 8 * width, |token, row| {
-            let angles = attention::angles(rope, places.positions()[token]);
+            let angles = rope.angles(places.positions()[token]);
             for head in row.chunks_exact_mut(head_dim) {
                 attention::rotate_by(head, &angles, false);
                 if numerics == Numerics::Official {
                     round::rotate_and_round_to_fp4(head);
+                } else if self.sums() == Sums::PlainGgml {
+                    plain::hadamard(head);
                 }
             }
         });
@@ -500,7 +521,7 @@ impl Backend for CpuBackend {
         piece: &Piece,
         _: RowPlaces<'_, Self>,
         weights: &Compressor<Self>,
-        rope: &Rope,
+        rope: &CpuRope,
         epsilon: f32,
         numerics: Numerics,
     ) -> Result<(), RunnerError> {
@@ -527,7 +548,8 @@ impl Backend for CpuBackend {
         top_k: usize,
         keep_scores: bool,
     ) -> Result<(Vec<Vec<u32>>, Vec<f32>), RunnerError> {
-        Ok(attention::index_topk(self.level, cache, queries, head_weights, piece, top_k, keep_scores))
+        let (level, sums) = (self.level, self.sums());
+        Ok(attention::index_topk(level, cache, queries, head_weights, piece, top_k, keep_scores, sums))
     }
 
     fn attend(
@@ -538,7 +560,7 @@ impl Backend for CpuBackend {
         _: RowPlaces<'_, Self>,
         selection: &Selection<Vec<Vec<u32>>>,
         sinks: &Vec<f32>,
-        rope: &Rope,
+        rope: &CpuRope,
         output: &mut CpuTensor,
     ) -> Result<(), RunnerError> {
         attention::attend(self.level, cache, queries, piece, selection, sinks, rope, output);
@@ -557,7 +579,7 @@ impl Backend for CpuBackend {
         n_used: usize,
         scaling_factor: f32,
     ) -> Result<Routing, RunnerError> {
-        Ok(experts::route(logits, rule, places.tokens(), n_used, scaling_factor))
+        Ok(experts::route(logits, rule, places.tokens(), n_used, scaling_factor, self.sums()))
     }
 
     fn routed_experts(

@@ -61,9 +61,17 @@ fn nearest_e2m1(x: f32) -> f32 {
 
 /// Multiplies by `H[i][j] = (-1)^popcount(i & j) / sqrt(n)`.
 fn hadamard(values: &mut [f32]) {
-    let n = values.len();
+    sum_and_subtract(values);
+    let factor = (1.0 / (values.len() as f64).sqrt()) as f32;
+    for value in values {
+        *value *= factor;
+    }
+}
+
+/// Multiplies by `H[i][j] = (-1)^popcount(i & j)`.
+pub(super) fn sum_and_subtract(values: &mut [f32]) {
     let mut half = 1;
-    while half < n {
+    while half < values.len() {
         for pair in values.chunks_exact_mut(2 * half) {
             let (low, high) = pair.split_at_mut(half);
             for (a, b) in low.iter_mut().zip(high) {
@@ -71,10 +79,6 @@ fn hadamard(values: &mut [f32]) {
             }
         }
         half *= 2;
-    }
-    let factor = (1.0 / (n as f64).sqrt()) as f32;
-    for value in values {
-        *value *= factor;
     }
 }
 

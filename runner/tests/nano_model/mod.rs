@@ -14,9 +14,9 @@ pub(crate) fn checkpoint() -> &'static Path {
     Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../test-vectors/nano/checkpoint"))
 }
 
-/// Builds the GGUF file of a recipe.
-pub(crate) fn write_gguf(recipe: &Recipe, path: &Path) {
-    let source = CheckpointSource::new(Checkpoint::open(checkpoint()).unwrap()).unwrap();
+/// Builds the GGUF file of a checkpoint and a recipe.
+pub(crate) fn write_gguf(checkpoint: &Path, recipe: &Recipe, path: &Path) {
+    let source = CheckpointSource::new(Checkpoint::open(checkpoint).unwrap()).unwrap();
     let plan = Plan::new(&source, recipe, source.metadata().unwrap()).unwrap();
     let options = BuildOptions { overwrite: true, resume: false, importance_fallback: true };
     build(&plan, &source, &NoImportance, path, options, &Silent).unwrap();

@@ -83,7 +83,7 @@ impl RowQuantizer for Quantizer {
         WORKSPACE.with_borrow_mut(|work| match self.level {
             Level::Scalar => self.quantize::<Scalar>(row, blocks, work),
             #[cfg(target_arch = "x86_64")]
-            Level::Avx2 => avx2::quantize(self, row, blocks, work),
+            Level::Avx2 | Level::Avx512 => avx2::quantize(self, row, blocks, work),
             #[cfg(target_arch = "aarch64")]
             Level::Neon => self.quantize::<crate::simd::Neon>(row, blocks, work),
         });
@@ -102,7 +102,7 @@ mod avx2 {
         fn enter(quantizer: &Quantizer, row: &[f32], blocks: &mut [u8], work: &mut Workspace) {
             quantizer.quantize::<Avx2>(row, blocks, work);
         }
-        // SAFETY: `Level::Avx2` is only made where the machine has AVX2 and F16C.
+        // SAFETY: the levels are only made where the machine has AVX2 and F16C.
         unsafe { enter(quantizer, row, blocks, work) }
     }
 }

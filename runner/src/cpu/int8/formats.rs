@@ -36,20 +36,24 @@ pub(super) fn q8_0<W: Wide>(blocks: &[[u8; 34]], x: &[Group32]) -> f32 {
 }
 
 /// Twice the values of the 16 codes.
-const E2M1_TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+pub(super) const E2M1_TWICE: [i8; 16] = [0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12];
+
+/// `2^(exponent - 128)`: half of the scale, since the codes count halves. The two smallest are subnormal.
+#[inline(always)]
+pub(super) fn e8m0_half(exponent: u8) -> f32 {
+    let exponent = u32::from(exponent);
+    f32::from_bits(if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 })
+}
 
 /// MXFP4: exponent, 16 bytes of two codes, low halves first.
 #[inline(always)]
 pub(super) fn mxfp4<W: Wide>(blocks: &[[u8; 17]], x: &[Group32]) -> f32 {
     let mut acc = W::Floats::splat(0.0);
     for (block, x) in blocks.iter().zip(x) {
-        // Half of 2^(e - 127), since the codes count halves; the two smallest are subnormal.
-        let exponent = u32::from(block[0]);
-        let bits = if exponent < 2 { 0x0020_0000 << exponent } else { (exponent - 1) << 23 };
         let (_, codes) = block.split_last_chunk::<16>().expect("17 bytes");
         let values = W::lookup(&E2M1_TWICE, W::nibbles(codes));
         let sums = W::signed_products(values, W::load_signed(&x.values));
-        acc = acc + W::Floats::splat(f32::from_bits(bits) * x.scale) * W::floats(sums);
+        acc = acc + W::Floats::splat(e8m0_half(block[0]) * x.scale) * W::floats(sums);
     }
     acc.sum()
 }
@@ -65,8 +69,25 @@ pub(super) fn q2_k<W: Wide>(blocks: &[[u8; 84]], x: &[Group256]) -> f32 {
         for (factor, byte) in factors.iter_mut().zip(scales) {
             *factor = (byte & 15) as i8;
         }
-        let sums = q2_half::<W>(W::zero(), &codes[0], &x.values[..128], W::scales::<0>(&factors));
-        let sums = q2_half::<W>(sums, &codes[1], &x.values[128..], W::scales::<1>(&factors));
+        let factors = W::scales(&factors);
+        let (first, second) = (W::load(&codes[0]), W::load(&codes[1]));
+        // The pairs of bits of 32 bytes, lowest first.
+        let sums =
+            W::add_scaled::<0, false>(W::zero(), W::field::<0>(first, 3), signed::<W>(&x.values, 0), factors);
+        let sums =
+            W::add_scaled::<1, false>(sums, W::field::<2>(first, 3), signed::<W>(&x.values, 1), factors);
+        let sums =
+            W::add_scaled::<2, false>(sums, W::field::<4>(first, 3), signed::<W>(&x.values, 2), factors);
+        let sums =
+            W::add_scaled::<3, false>(sums, W::field::<6>(first, 3), signed::<W>(&x.values, 3), factors);
+        let sums =
+            W::add_scaled::<4, false>(sums, W::field::<0>(second, 3), signed::<W>(&x.values, 4), factors);
+        let sums =
+            W::add_scaled::<5, false>(sums, W::field::<2>(second, 3), signed::<W>(&x.values, 5), factors);
+        let sums =
+            W::add_scaled::<6, false>(sums, W::field::<4>(second, 3), signed::<W>(&x.values, 6), factors);
+        let sums =
+            W::add_scaled::<7, false>(sums, W::field::<6>(second, 3), signed::<W>(&x.values, 7), factors);
         let mut minima = [0; 16];
         for (minimum, byte) in minima.iter_mut().zip(scales) {
             *minimum = (byte >> 4) as i8;
@@ -79,19 +100,9 @@ pub(super) fn q2_k<W: Wide>(blocks: &[[u8; 84]], x: &[Group256]) -> f32 {
     acc.sum()
 }
 
-/// Half a super-block of Q2_K: the pairs of bits of 32 bytes, lowest first.
-#[inline(always)]
-fn q2_half<W: Wide>(sums: W::Sums, codes: &[u8; 32], x: &[i8], scales: W::Scales) -> W::Sums {
-    let bytes = W::load(codes);
-    let sums = W::add_scaled::<0>(sums, W::field::<0>(bytes, 3), signed::<W>(x, 0), scales);
-    let sums = W::add_scaled::<1>(sums, W::field::<2>(bytes, 3), signed::<W>(x, 1), scales);
-    let sums = W::add_scaled::<2>(sums, W::field::<4>(bytes, 3), signed::<W>(x, 2), scales);
-    W::add_scaled::<3>(sums, W::field::<6>(bytes, 3), signed::<W>(x, 3), scales)
-}
-
 /// The eight 6-bit scales and minima of Q4_K, one a byte.
 #[inline(always)]
-fn six_bit_pairs(packed: &[u8]) -> ([u8; 8], [u8; 8]) {
+pub(super) fn six_bit_pairs(packed: &[u8]) -> ([u8; 8], [u8; 8]) {
     let word = |at: usize| u32::from_le_bytes([packed[at], packed[at + 1], packed[at + 2], packed[at + 3]]);
     let (a, b, c) = (word(0), word(4), word(8));
     let low = |w: u32| u64::from(w & 0x3f3f_3f3f);
@@ -138,8 +149,17 @@ pub(super) fn q6_k<W: Wide>(blocks: &[[u8; 210]], x: &[Group256]) -> f32 {
             *scale = *byte as i8;
         }
         let (x_first, x_second) = x.values.split_at(128);
-        let sums = q6_half::<W>(W::zero(), [&low[0], &low[1]], &high[0], x_first, W::scales::<0>(&scales));
-        let sums = q6_half::<W>(sums, [&low[2], &low[3]], &high[1], x_second, W::scales::<1>(&scales));
+        let factors = W::scales(&scales);
+        let [a, b, c, d] = q6_codes::<W>([&low[0], &low[1]], &high[0]);
+        let sums = W::add_scaled::<0, true>(W::zero(), a, signed::<W>(x_first, 0), factors);
+        let sums = W::add_scaled::<1, true>(sums, b, signed::<W>(x_first, 1), factors);
+        let sums = W::add_scaled::<2, true>(sums, c, signed::<W>(x_first, 2), factors);
+        let sums = W::add_scaled::<3, true>(sums, d, signed::<W>(x_first, 3), factors);
+        let [a, b, c, d] = q6_codes::<W>([&low[2], &low[3]], &high[1]);
+        let sums = W::add_scaled::<4, true>(sums, a, signed::<W>(x_second, 0), factors);
+        let sums = W::add_scaled::<5, true>(sums, b, signed::<W>(x_second, 1), factors);
+        let sums = W::add_scaled::<6, true>(sums, c, signed::<W>(x_second, 2), factors);
+        let sums = W::add_scaled::<7, true>(sums, d, signed::<W>(x_second, 3), factors);
         let sums = W::subtract(sums, W::sixteen::<5>(&scales, &x.sums));
         acc = acc + W::Floats::splat(half_at::<W>(block, 208) * x.scale) * W::floats(sums);
     }
@@ -148,22 +168,14 @@ pub(super) fn q6_k<W: Wide>(blocks: &[[u8; 210]], x: &[Group256]) -> f32 {
 
 /// Half a super-block of Q6_K: low halves of 64 bytes, then their high halves, joined by pairs of upper bits.
 #[inline(always)]
-fn q6_half<W: Wide>(
-    sums: W::Sums,
-    low: [&[u8; 32]; 2],
-    high: &[u8; 32],
-    x: &[i8],
-    scales: W::Scales,
-) -> W::Sums {
+fn q6_codes<W: Wide>(low: [&[u8; 32]; 2], high: &[u8; 32]) -> [W::Bytes; 4] {
     let (first, second, upper) = (W::load(low[0]), W::load(low[1]), W::load(high));
-    let codes = W::join(W::field::<0>(first, 15), W::field::<0>(upper, 3));
-    let sums = W::add_scaled::<0>(sums, codes, signed::<W>(x, 0), scales);
-    let codes = W::join(W::field::<0>(second, 15), W::field::<2>(upper, 3));
-    let sums = W::add_scaled::<1>(sums, codes, signed::<W>(x, 1), scales);
-    let codes = W::join(W::field::<4>(first, 15), W::field::<4>(upper, 3));
-    let sums = W::add_scaled::<2>(sums, codes, signed::<W>(x, 2), scales);
-    let codes = W::join(W::field::<4>(second, 15), W::field::<6>(upper, 3));
-    W::add_scaled::<3>(sums, codes, signed::<W>(x, 3), scales)
+    [
+        W::join(W::field::<0>(first, 15), W::field::<0>(upper, 3)),
+        W::join(W::field::<0>(second, 15), W::field::<2>(upper, 3)),
+        W::join(W::field::<4>(first, 15), W::field::<4>(upper, 3)),
+        W::join(W::field::<4>(second, 15), W::field::<6>(upper, 3)),
+    ]
 }
 
 /// The 256 entries of IQ2_XXS, eight magnitudes in the bytes of a word: read off by widening blocks of scale 1.
@@ -188,6 +200,11 @@ static IQ2_XXS_GRID: LazyLock<[u64; 256]> = LazyLock::new(|| {
     grid
 });
 
+/// The entries of IQ2_XXS.
+pub(super) fn iq2_xxs_grid() -> &'static [u64; 256] {
+    &IQ2_XXS_GRID
+}
+
 /// IQ2_XXS: scale (f16), then for each 32 values four entries of the grid, four times seven sign bits and a 4-bit scale.
 #[inline(always)]
 pub(super) fn iq2_xxs<W: Wide>(blocks: &[[u8; 66]], x: &[Group256]) -> f32 {
@@ -195,7 +212,9 @@ pub(super) fn iq2_xxs<W: Wide>(blocks: &[[u8; 66]], x: &[Group256]) -> f32 {
     let mut acc = W::Floats::splat(0.0);
     for (block, x) in blocks.iter().zip(x) {
         let (_, groups) = block.split_last_chunk::<64>().expect("66 bytes");
-        let [signs, scales] = W::signs_and_scales(groups);
+        // Through memory, from where each is spread over a register by its load: a compiler that knows the words takes
+        // them from registers, at three shuffles each.
+        let [signs, scales] = *std::hint::black_box(&W::signs_and_scales(groups));
         let mut sums = W::zero();
         for (i, group) in groups.as_chunks::<8>().0.iter().enumerate() {
             let entry = |k: usize| grid[group[k] as usize];

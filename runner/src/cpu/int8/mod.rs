@@ -4,6 +4,7 @@ mod formats;
 mod inputs;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod plain;
 mod wide;
 
 use gguf_tools::block::BlockType;
@@ -26,11 +27,19 @@ macro_rules! for_levels {
             fn avx2($($arg: $type),*) $(-> $result)? {
                 $generic::<$crate::cpu::int8::wide::Avx2Bytes>($($arg),*)
             }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,f16c,avx512f,avx512bw,avx512vl")]
+            fn avx512($($arg: $type),*) $(-> $result)? {
+                $generic::<$crate::cpu::int8::wide::Avx512Bytes>($($arg),*)
+            }
             match level {
                 Level::Scalar => $generic::<$crate::cpu::int8::wide::Plain>($($arg),*),
                 // SAFETY: `Level::detect` gives this level only on machines with AVX2 and F16C.
                 #[cfg(target_arch = "x86_64")]
                 Level::Avx2 => unsafe { avx2($($arg),*) },
+                // SAFETY: `Level::detect` gives this level only on machines that have AVX-512 too.
+                #[cfg(target_arch = "x86_64")]
+                Level::Avx512 => unsafe { avx512($($arg),*) },
                 #[cfg(target_arch = "aarch64")]
                 Level::Neon => $generic::<$crate::cpu::int8::neon::NeonBytes>($($arg),*),
             }
@@ -75,22 +84,38 @@ pub struct Int8Dot {
     block_type: BlockType,
     group_values: usize,
     products: fn(Level, &[u8], &Int8Rows, &mut [f32]),
+    /// Takes the place of `products`, if the sums are to be those of ggml's plain code.
+    plain: Option<plain::Products>,
 }
 
 /// Types that have one. Other quantized types are widened, whatever the precision asked for.
 const INT8_DOTS: [Int8Dot; 6] = [
-    Int8Dot { block_type: BlockType::Q8_0, group_values: 32, products: q8_0 },
-    Int8Dot { block_type: BlockType::Mxfp4, group_values: 32, products: mxfp4 },
-    Int8Dot { block_type: BlockType::Q2K, group_values: 256, products: q2_k },
-    Int8Dot { block_type: BlockType::Q4K, group_values: 256, products: q4_k },
-    Int8Dot { block_type: BlockType::Q6K, group_values: 256, products: q6_k },
-    Int8Dot { block_type: BlockType::Iq2Xxs, group_values: 256, products: iq2_xxs },
+    Int8Dot { block_type: BlockType::Q8_0, group_values: 32, products: q8_0, plain: None },
+    Int8Dot { block_type: BlockType::Mxfp4, group_values: 32, products: mxfp4, plain: None },
+    Int8Dot { block_type: BlockType::Q2K, group_values: 256, products: q2_k, plain: None },
+    Int8Dot { block_type: BlockType::Q4K, group_values: 256, products: q4_k, plain: None },
+    Int8Dot { block_type: BlockType::Q6K, group_values: 256, products: q6_k, plain: None },
+    Int8Dot { block_type: BlockType::Iq2Xxs, group_values: 256, products: iq2_xxs, plain: None },
 ];
 
 impl Int8Dot {
     /// The product for a block type, if there is one.
     pub fn of(block_type: BlockType) -> Option<Self> {
         INT8_DOTS.into_iter().find(|dot| dot.block_type == block_type)
+    }
+
+    /// The same product, rounded and summed as ggml's plain C code does it.
+    pub fn as_plain_ggml(self) -> Self {
+        Self { plain: plain::products(self.block_type), ..self }
+    }
+
+    /// Inputs as this product takes them. `values`: `[rows, width]`, `width` a multiple of the group.
+    pub fn round(self, level: Level, values: &[f32], width: usize) -> Int8Rows {
+        if self.plain.is_some() && self.group_values == 32 {
+            let groups = values.as_chunks::<32>().0.iter().map(plain::round_32).collect();
+            return Int8Rows { groups: Groups::Of32(groups), groups_per_row: width / 32 };
+        }
+        Int8Rows::new(level, values, width, self.group_values)
     }
 
     /// Inputs that share a scale: 32 or 256.
@@ -105,7 +130,10 @@ impl Int8Dot {
     pub fn products(self, level: Level, blocks: &[u8], inputs: &Int8Rows, out: &mut [f32]) {
         let is_32 = matches!(inputs.groups, Groups::Of32(_));
         assert_eq!(is_32, self.group_values == 32, "inputs rounded in this product's groups");
-        (self.products)(level, blocks, inputs, out);
+        match self.plain {
+            Some(products) => products(blocks, inputs, out),
+            None => (self.products)(level, blocks, inputs, out),
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Products against widened rows, and instruction sets against each other.
 
 use super::*;
-use crate::cpu::kernels;
+use crate::cpu::{kernels, plain as plain_floats};
 
 const WIDTH: usize = 1024;
 const ROWS: usize = 5;
@@ -89,7 +89,9 @@ fn instruction_sets_give_the_same_bits() {
             dot.products(level, &blocks, &rounded, &mut out);
             out.iter().map(|v| v.to_bits()).collect::<Vec<_>>()
         };
-        assert_eq!(run(Level::detect()), run(Level::Scalar), "{}", dot.block_type);
+        for level in Level::all() {
+            assert_eq!(run(level), run(Level::Scalar), "{}, {level:?}", dot.block_type);
+        }
     }
 }
 
@@ -104,7 +106,7 @@ fn float_rows_give_the_bits_of_the_widened_rows() {
             let input = &inputs[..width];
             let mut expected = vec![0.0; n_rows];
             kernels::products(Level::Scalar, &weights[..n_rows * width], input, width, &mut expected);
-            for level in [Level::Scalar, Level::detect()] {
+            for level in Level::all() {
                 let mut found = vec![0.0; n_rows];
                 dot.products(level, &blocks[..2 * n_rows * width], input, &mut found);
                 let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
@@ -127,17 +129,21 @@ fn from_ggml(name: &str) -> Vec<u8> {
     std::fs::read(folder.join(name)).unwrap()
 }
 
+/// ggml's name of the type.
+fn ggml_name(dot: Int8Dot) -> String {
+    let name = dot.block_type.name();
+    if name.ends_with("_K") { format!("q{}", &name[1..]) } else { name.to_lowercase() }
+}
+
 fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
 }
 
-const LEVELS: [fn() -> Level; 2] = [|| Level::Scalar, Level::detect];
-
 #[test]
 fn groups_of_32_are_those_of_ggml_to_the_bit() {
     let (inputs, blocks) = (floats(&from_ggml("inputs.f32")), from_ggml("q8_0.inputs"));
-    for level in LEVELS {
-        let rounded = Int8Rows::new(level(), &inputs, WIDTH, 32);
+    for level in Level::all() {
+        let rounded = Int8Rows::new(level, &inputs, WIDTH, 32);
         assert_eq!(rounded.groups().len(), blocks.len() / 34);
         for (at, (block, (scale, values))) in blocks.chunks(34).zip(rounded.groups()).enumerate() {
             let theirs: Vec<i8> = block[2..].iter().map(|&b| b as i8).collect();
@@ -150,8 +156,8 @@ fn groups_of_32_are_those_of_ggml_to_the_bit() {
 #[test]
 fn groups_of_256_are_those_of_ggml_to_the_bit() {
     let (inputs, blocks) = (floats(&from_ggml("inputs.f32")), from_ggml("q8_K.inputs"));
-    for level in LEVELS {
-        let rounded = Int8Rows::new(level(), &inputs, WIDTH, 256);
+    for level in Level::all() {
+        let rounded = Int8Rows::new(level, &inputs, WIDTH, 256);
         let Groups::Of256(groups) = &rounded.groups else { unreachable!("asked for 256") };
         assert_eq!(groups.len(), blocks.len() / 292);
         for (at, (block, group)) in blocks.chunks(292).zip(groups).enumerate() {
@@ -187,8 +193,7 @@ fn float_inputs_are_rounded_as_ggml_rounds_them() {
 fn products_are_those_of_ggml_but_for_the_order_of_sums() {
     let inputs = floats(&from_ggml("inputs.f32"));
     for dot in INT8_DOTS {
-        let name = dot.block_type.name();
-        let name = if name.ends_with("_K") { format!("q{}", &name[1..]) } else { name.to_lowercase() };
+        let name = ggml_name(dot);
         let (blocks, theirs) =
             (from_ggml(&format!("{name}.rows")), floats(&from_ggml(&format!("{name}.products"))));
         let rounded = Int8Rows::new(Level::detect(), &inputs, WIDTH, dot.group_values);
@@ -204,5 +209,44 @@ fn products_are_those_of_ggml_but_for_the_order_of_sums() {
             let difference = f64::from(ours - theirs).abs();
             assert!(difference <= 2e-6 * size, "{name}, product {at}: {ours}, ggml {theirs}");
         }
+    }
+}
+
+#[test]
+fn plain_products_and_inputs_are_those_of_ggmls_plain_code_to_the_bit() {
+    let inputs = floats(&from_ggml("inputs.f32"));
+    let bits = |v: &[f32]| v.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+    for dot in INT8_DOTS.map(Int8Dot::as_plain_ggml) {
+        let name = ggml_name(dot);
+        let theirs = floats(&from_ggml(&format!("{name}.plain_products")));
+        for level in Level::all() {
+            let rounded = dot.round(level, &inputs, WIDTH);
+            let mut ours = vec![0.0; theirs.len()];
+            dot.products(level, &from_ggml(&format!("{name}.rows")), &rounded, &mut ours);
+            assert_eq!(bits(&ours), bits(&theirs), "{name}");
+        }
+    }
+    let rounded = INT8_DOTS[0].as_plain_ggml().round(Level::detect(), &inputs, WIDTH);
+    for (block, (scale, values)) in from_ggml("q8_0.plain_inputs").chunks(34).zip(rounded.groups()) {
+        let theirs: Vec<i8> = block[2..].iter().map(|&b| b as i8).collect();
+        assert_eq!(half::f16::from_f32(scale).to_le_bytes(), block[..2]);
+        assert_eq!(values, theirs);
+    }
+}
+
+#[test]
+fn plain_products_of_floats_are_those_of_ggmls_plain_code_to_the_bit() {
+    let inputs = floats(&from_ggml("inputs.f32"));
+    for (block_type, rounding) in
+        [(BlockType::F16, InputRounding::Half), (BlockType::Bf16, InputRounding::Brain)]
+    {
+        let name = block_type.name().to_lowercase();
+        let blocks = from_ggml(&format!("{name}.rows"));
+        let mut weights = vec![0.0; blocks.len() / 2];
+        block_type.format().unwrap().dequantize(&blocks, &mut weights);
+        let theirs = floats(&from_ggml(&format!("{name}.plain_products")));
+        let mut ours = vec![0.0; theirs.len()];
+        plain_floats::products(&weights, &rounding.rounded(Level::detect(), &inputs), WIDTH, &mut ours);
+        assert_eq!(ours, theirs, "{name}");
     }
 }

@@ -1,8 +1,11 @@
 //! Thirty-two bytes that are worked on together, so that a product is written once and every
 //! instruction set computes the same integers.
-#![expect(
-    unsafe_code,
-    reason = "vendor intrinsics; every use is reached through a function that has checked for AVX2"
+#![cfg_attr(
+    target_arch = "x86_64",
+    expect(
+        unsafe_code,
+        reason = "vendor intrinsics; every use is reached through a function that has checked for AVX2"
+    )
 )]
 
 use gguf_tools::simd::{Lanes, Scalar};
@@ -15,7 +18,7 @@ pub(super) trait Wide: Copy {
     type Bytes: Copy;
     /// Eight 32-bit sums.
     type Sums: Copy;
-    /// Eight 16-bit scales.
+    /// Sixteen scales of 8 bits.
     type Scales: Copy;
     /// Eight `f32`.
     type Floats: Lanes;
@@ -39,10 +42,10 @@ pub(super) trait Wide: Copy {
     /// Adds the products of all bytes times a scale, given [`doubled`].
     /// `a` is unsigned, `b` signed, and two neighbouring products fit 16 bits together.
     fn add_products(sums: Self::Sums, a: Self::Bytes, b: Self::Bytes, scale: u32) -> Self::Sums;
-    /// Eight of sixteen scales: the first or the second half.
-    fn scales<const HALF: usize>(all: &[i8; 16]) -> Self::Scales;
-    /// As [`Wide::add_products`], with scale `2 I` for the first sixteen bytes and `2 I + 1` for the others.
-    fn add_scaled<const I: usize>(
+    fn scales(all: &[i8; 16]) -> Self::Scales;
+    /// As [`Wide::add_products`], with scale `2 I` for the first sixteen bytes and `2 I + 1` for the others. Without
+    /// `SIGNED` no scale is negative.
+    fn add_scaled<const I: usize, const SIGNED: bool>(
         sums: Self::Sums,
         a: Self::Bytes,
         b: Self::Bytes,
@@ -73,12 +76,17 @@ pub(super) const fn doubled(scale: u8) -> u32 {
 
 /// Spreads four times seven sign bits over the bytes of a word; the eighth of each makes their number even.
 #[inline(always)]
-fn even_signs(word: u32) -> u32 {
+pub(super) fn even_signs(word: u32) -> u32 {
     let seven = (word & 0x7f) | (word & 0x3f80) << 1 | (word & 0x001f_c000) << 2 | (word & 0x0fe0_0000) << 3;
     let mut parity = seven ^ (seven >> 4);
     parity ^= parity >> 2;
     parity ^= parity >> 1;
     seven | (parity & 0x0101_0101) << 7
+}
+
+/// Sum of the products of unsigned with signed bytes in a lane.
+fn four_products(a: &[u8; 32], b: &[u8; 32], lane: usize) -> i32 {
+    (4 * lane..4 * lane + 4).map(|i| i32::from(a[i]) * i32::from(b[i] as i8)).sum()
 }
 
 /// Plain Rust, the oracle.
@@ -88,7 +96,7 @@ pub(super) struct Plain;
 impl Wide for Plain {
     type Bytes = [u8; 32];
     type Sums = [i32; 8];
-    type Scales = [i16; 8];
+    type Scales = [i8; 16];
     type Floats = Scalar;
 
     fn load(from: &[u8; 32]) -> [u8; 32] {
@@ -119,16 +127,19 @@ impl Wide for Plain {
         [0; 8]
     }
     fn add_products(sums: [i32; 8], a: [u8; 32], b: [u8; 32], scale: u32) -> [i32; 8] {
-        Self::add_scaled::<0>(sums, a, b, [scale as i16; 8])
+        let scale = i32::from(scale as i16);
+        std::array::from_fn(|l| sums[l] + scale * four_products(&a, &b, l))
     }
-    fn scales<const HALF: usize>(all: &[i8; 16]) -> [i16; 8] {
-        std::array::from_fn(|i| i16::from(all[8 * HALF + i]))
+    fn scales(all: &[i8; 16]) -> [i8; 16] {
+        *all
     }
-    fn add_scaled<const I: usize>(sums: [i32; 8], a: [u8; 32], b: [u8; 32], scales: [i16; 8]) -> [i32; 8] {
-        std::array::from_fn(|l| {
-            let products = (4 * l..4 * l + 4).map(|i| i32::from(a[i]) * i32::from(b[i] as i8));
-            sums[l] + i32::from(scales[2 * I + l / 4]) * products.sum::<i32>()
-        })
+    fn add_scaled<const I: usize, const SIGNED: bool>(
+        sums: [i32; 8],
+        a: [u8; 32],
+        b: [u8; 32],
+        scales: [i8; 16],
+    ) -> [i32; 8] {
+        std::array::from_fn(|l| sums[l] + i32::from(scales[2 * I + l / 4]) * four_products(&a, &b, l))
     }
     fn signs_and_scales(groups: &[u8; 64]) -> [[u32; 8]; 2] {
         let word = |i: usize| {
@@ -169,7 +180,7 @@ impl Wide for Plain {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(super) use x86::Avx2Bytes;
+pub(super) use x86::{Avx2Bytes, Avx512Bytes};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
@@ -179,11 +190,17 @@ mod x86 {
 
     use super::Wide;
 
-    /// AVX2 and F16C. Use only inside functions compiled for them, after their detection.
+    /// AVX registers of 256 bits. Use only inside functions compiled for AVX2 and F16C, and with `MASKS` for AVX-512 (F,
+    /// BW, VL), after their detection.
     #[derive(Clone, Copy)]
-    pub(in super::super) struct Avx2Bytes;
+    pub(in super::super) struct Registers<const MASKS: bool>;
 
-    impl Wide for Avx2Bytes {
+    /// AVX2 and F16C.
+    pub(in super::super) type Avx2Bytes = Registers<false>;
+    /// AVX-512 besides: masks in registers of their own.
+    pub(in super::super) type Avx512Bytes = Registers<true>;
+
+    impl<const MASKS: bool> Wide for Registers<MASKS> {
         type Bytes = __m256i;
         type Sums = __m256i;
         type Scales = __m256i;
@@ -233,6 +250,10 @@ mod x86 {
         }
         #[inline(always)]
         fn negate_where(bytes: __m256i, bits: u32) -> __m256i {
+            if MASKS {
+                // SAFETY: as for `load`, with AVX-512.
+                return unsafe { _mm256_mask_sub_epi8(bytes, bits, _mm256_setzero_si256(), bytes) };
+            }
             // SAFETY: as for `load`.
             unsafe {
                 // Every byte sees the byte of `bits` that its bit is in, then that bit alone.
@@ -262,22 +283,28 @@ mod x86 {
             }
         }
         #[inline(always)]
-        fn scales<const HALF: usize>(all: &[i8; 16]) -> __m256i {
-            let half = &all.as_chunks::<8>().0[HALF];
-            // SAFETY: as for `load`; 8 bytes are there.
-            unsafe {
-                let scales = _mm_cvtepi8_epi16(_mm_loadl_epi64(half.as_ptr().cast()));
-                _mm256_broadcastsi128_si256(scales)
-            }
+        fn scales(all: &[i8; 16]) -> __m256i {
+            // SAFETY: as for `load`; 16 bytes are there.
+            unsafe { _mm256_broadcastsi128_si256(_mm_loadu_si128(all.as_ptr().cast())) }
         }
         #[inline(always)]
-        fn add_scaled<const I: usize>(sums: __m256i, a: __m256i, b: __m256i, scales: __m256i) -> __m256i {
+        fn add_scaled<const I: usize, const SIGNED: bool>(
+            sums: __m256i,
+            a: __m256i,
+            b: __m256i,
+            scales: __m256i,
+        ) -> __m256i {
             // SAFETY: as for `load`.
             unsafe {
-                // Byte pair 2I in every place of the lower half, pair 2I + 1 in every place of the upper one.
-                let first = (4 * I + ((4 * I + 1) << 8)) as i16;
-                let places = _mm256_set_m128i(_mm_set1_epi16(first + 0x0202), _mm_set1_epi16(first));
-                let scales = _mm256_shuffle_epi8(scales, places);
+                // Byte 2I below a zero in every place of the lower half, byte 2I + 1 in the upper one; with signs in
+                // the upper byte of 16 bits, to be shifted down.
+                let zero = if SIGNED { 0x0080_u16 } else { 0x8000 };
+                let places = |byte: usize| {
+                    let byte = byte as u16;
+                    _mm_set1_epi16((zero | if SIGNED { byte << 8 } else { byte }) as i16)
+                };
+                let scales = _mm256_shuffle_epi8(scales, _mm256_set_m128i(places(2 * I + 1), places(2 * I)));
+                let scales = if SIGNED { _mm256_srai_epi16::<8>(scales) } else { scales };
                 _mm256_add_epi32(sums, _mm256_madd_epi16(_mm256_maddubs_epi16(a, b), scales))
             }
         }

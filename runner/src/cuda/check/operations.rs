@@ -77,7 +77,7 @@ fn random(h: &HyperParameters, block_type: BlockType, rows: usize, columns: usiz
 
 fn rope(n_pairs: usize) -> Rope {
     let frequency = |i: usize| 10000_f64.powf(-(i as f64) / n_pairs as f64) as f32;
-    Rope { frequencies: (0..n_pairs).map(frequency).collect() }
+    Rope { frequencies: (0..n_pairs).map(frequency).collect(), base: 10000.0, slowed: None }
 }
 
 /// Positions near and far.
