@@ -3,7 +3,7 @@
 
     experiment.py --work DIR [--ggsmith FILE] [--llama DIR] TABLE...
 
-Tables: tuning, main, amount, kinds, seeds, parts, llama. Needs a release build of ggsmith and llama.cpp's llama-imatrix, llama-quantize
+Tables: tuning, main, apart, propagate, amount, kinds, seeds, parts, llama. Needs a release build of ggsmith and llama.cpp's llama-imatrix, llama-quantize
 and llama-perplexity. Files are made once and kept in --work; remove them to make them again.
 """
 
@@ -27,6 +27,7 @@ def arguments():
     parser.add_argument("--ggsmith", default=os.path.join(ROOT, "target", "release", "ggsmith"))
     parser.add_argument("--llama", help="folder of llama.cpp's programs")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=SETTINGS", help="variants of the table `tuning`")
+    parser.add_argument("--settings", default="", help="settings of the feedback in all tables, instead of the defaults")
     parser.add_argument("--max-tokens", type=int, help="tokens of each text that are scored")
     return parser.parse_args()
 
@@ -123,6 +124,7 @@ class Lab:
 
     def feedback(self, name, texts, settings="", *more):
         flags = [part for text in texts for part in ("--calibrate", text)]
+        settings = ",".join(part for part in [self.options.settings, settings] if part)
         flags += ["--feedback", settings] if settings else []
         return self.made(name, "--hf", self.source(), "--recipe", "q2", *flags, *more)
 
@@ -182,13 +184,29 @@ def tuning(lab):
 def main_table(lab):
     variants = lab.three("all", lab.calibration())
     lab.table("Held-out text, all kinds", variants, lab.heldout())
+
+
+def apart(lab):
+    variants = lab.three("all", lab.calibration())
     for kind in KINDS:
         lab.table(f"Held-out {kind}", variants, lab.heldout([kind]))
 
 
+def propagate(lab):
+    texts = lab.calibration()
+    variants = [(which, lab.feedback(name, texts, "", "--propagate", which)) for which, name in [("source", "all-feedback"), ("quantized", "all-quantized")]]
+    lab.table("What the next layer sees", variants, lab.heldout())
+
+
+def drawn_three(lab, n_bytes, seed):
+    name = f"drawn-{n_bytes}-{seed}"
+    title = f"{n_bytes // 1000} kB of calibration text, seed {seed}"
+    lab.table(title, lab.three(name, lab.drawn(name, n_bytes, seed)), lab.heldout())
+
+
 def amount(lab):
-    for n_bytes in [10_000, 25_000, 50_000, 100_000, 200_000]:
-        lab.table(f"{n_bytes // 1000} kB of calibration text", lab.three(f"amount-{n_bytes}", lab.drawn(f"amount-{n_bytes}", n_bytes, 1)), lab.heldout())
+    for n_bytes in [10_000, 25_000, 50_000, 100_000]:
+        drawn_three(lab, n_bytes, 1)
 
 
 def kinds(lab):
@@ -200,7 +218,7 @@ def kinds(lab):
 
 def seeds(lab):
     for seed in [1, 2, 3]:
-        lab.table(f"100 kB of calibration text, seed {seed}", lab.three(f"seed-{seed}", lab.drawn(f"seed-{seed}", 100_000, seed)), lab.heldout())
+        drawn_three(lab, 100_000, seed)
 
 
 def parts(lab):
@@ -236,7 +254,7 @@ def llama(lab):
         print(f"| {name} | {kl.group(1) if kl else '?'} | {top.group(1) if top else '?'} |", flush=True)
 
 
-TABLES = {"tuning": tuning, "main": main_table, "amount": amount, "kinds": kinds, "seeds": seeds, "parts": parts, "llama": llama}
+TABLES = {"tuning": tuning, "main": main_table, "apart": apart, "propagate": propagate, "amount": amount, "kinds": kinds, "seeds": seeds, "parts": parts, "llama": llama}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ mod affine;
 mod codebook;
 mod factor;
 mod moments;
+mod refine;
 mod settings;
 mod walk;
 

@@ -364,3 +364,32 @@ fn alignment_is_given_back_without_another_code() {
         assert!(differing <= rows * columns / 256 * 4, "{target}: only scales differ, not {differing} bytes");
     }
 }
+
+#[test]
+fn sweeps_lower_the_full_error_and_end_where_nothing_changes() {
+    let mut numbers = Numbers(11);
+    let (rows, columns) = (8, 512);
+    let weights = numbers.matrix(rows, columns);
+    let h = numbers.moments(columns, 60, 0.3);
+    for target in WALKED {
+        let run = |sweeps: u32| {
+            // Without alignment: it is given back after the sweeps and raises the error again.
+            let feedback = feedback(&format!("sweeps={sweeps},alignment=0,scalar-alignment=0"));
+            let judged = damped(&h, columns, feedback.settings.damping);
+            let (bytes, report) = walk(&feedback, target, &weights, &h, columns);
+            let found = errors(target, &weights, &bytes, &judged, columns);
+            let sum: f64 = found.iter().sum();
+            assert!((report.error / sum - 1.0).abs() < 1e-3, "{target}: {} but {sum}", report.error);
+            assert!(target.format().expect("read").first_bad_block(&bytes).is_none());
+            (bytes, found)
+        };
+        let (walked, once, often) = (run(0).1, run(1).1, run(40));
+        for ((walked, once), often) in walked.iter().zip(&once).zip(&often.1) {
+            assert!(*once <= walked * (1.0 + 1e-5), "{target}: {once} above {walked}");
+            assert!(*often <= once * (1.0 + 1e-5), "{target}: {often} above {once}");
+        }
+        let sum = |errors: &[f64]| errors.iter().sum::<f64>();
+        assert!(sum(&often.1) < 0.97 * sum(&walked), "{target}: {} of {}", sum(&often.1), sum(&walked));
+        assert_eq!(often.0, run(41).0, "{target}: nothing is left to change");
+    }
+}

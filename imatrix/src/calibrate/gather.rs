@@ -25,6 +25,9 @@ pub(super) struct Gathered {
     inner: usize,
     /// FFN inputs of all tokens, `[tokens, hidden]`.
     inputs: Vec<f16>,
+    /// How much a change of the FFN's output matters, by token: the squares of the weights with which it enters the streams over the
+    /// squared length of the streams behind the layer, which the next norm divides by.
+    sensitivities: Vec<f32>,
     /// Row of the first token of the batch.
     base: usize,
     experts: Vec<Expert>,
@@ -41,6 +44,7 @@ impl Gathered {
             hidden,
             inner,
             inputs: Vec::new(),
+            sensitivities: Vec::new(),
             base: 0,
             experts: vec![Expert::default(); n_experts],
             mean_inputs: Vec::new(),
@@ -53,11 +57,19 @@ impl Gathered {
         if self.inputs.is_empty() {
             return;
         }
+        let power = settings.sensitivity_power as f32;
+        for sensitivity in &mut self.sensitivities {
+            *sensitivity = if power > 0.0 { sensitivity.powf(power) } else { 1.0 };
+        }
+        let n = self.sensitivities.len() as f64;
+        let mean = self.sensitivities.iter().map(|&s| f64::from(s)).sum::<f64>() / n;
+        let is_usable = mean.is_finite() && mean > 0.0;
+        self.sensitivities.iter_mut().for_each(|s| *s = if is_usable { *s / mean as f32 } else { 1.0 });
         let shares = self.experts.iter().map(|expert| input_share(settings, expert.rows.len()));
         if shares.into_iter().any(|share| share > 0.0) {
             let mut mean = SecondMoments::new(self.hidden);
-            for row in self.inputs.chunks_exact(self.hidden) {
-                mean.add(row.iter().map(|x| x.to_f32()), 1.0);
+            for (row, &weight) in self.inputs.chunks_exact(self.hidden).zip(&self.sensitivities) {
+                mean.add(row.iter().map(|x| x.to_f32()), weight);
             }
             self.mean_inputs = mean.finish();
         }
@@ -93,7 +105,7 @@ impl Gathered {
             } else {
                 1.0
             };
-            own.add(input.iter().map(|x| x.to_f32()), weight);
+            own.add(input.iter().map(|x| x.to_f32()), weight * self.sensitivities[row as usize]);
         }
         let mut own = own.finish();
         if share > 0.0 {
@@ -134,10 +146,17 @@ impl Gathered {
             }
         }
         drop(ups);
-        let right: Vec<f32> = expert.mids.iter().map(|x| x.to_f32()).collect();
+        let weights: Vec<f32> = expert.rows.iter().map(|&row| self.sensitivities[row as usize]).collect();
+        let rows = mids.chunks_exact(self.inner).map(|row| row.iter().copied());
+        let moments = self.mixed_mids(rows, &weights, settings);
+        let mut right: Vec<f32> = expert.mids.iter().map(|x| x.to_f32()).collect();
+        for values in [&mut mids, &mut right] {
+            for (row, weight) in values.chunks_exact_mut(self.inner).zip(&weights) {
+                row.iter_mut().for_each(|v| *v *= weight.sqrt());
+            }
+        }
         let cross = cross_moments(&right, &mids, self.inner);
         let own = cross_moments(&mids, &mids, self.inner);
-        let moments = self.mixed_mids(mids.chunks_exact(self.inner).map(|row| row.iter().copied()), settings);
         let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
         ExpertMoments { moments, diagonal, n_tokens, cross: Some((cross, own)) }
     }
@@ -149,23 +168,25 @@ impl Gathered {
             return mean.clone();
         }
         let rows = expert.mids.chunks_exact(self.inner).map(|row| row.iter().map(|x| x.to_f32()));
-        self.mixed_mids(rows, settings)
+        let weights: Vec<f32> = expert.rows.iter().map(|&row| self.sensitivities[row as usize]).collect();
+        self.mixed_mids(rows, &weights, settings)
     }
 
     fn mixed_mids<R: Iterator<Item = f32> + Clone>(
         &self,
         rows: impl Iterator<Item = R>,
+        sensitivities: &[f32],
         settings: &Settings,
     ) -> Vec<f32> {
         let mut own = SecondMoments::new(self.inner);
-        for row in rows {
+        for (row, &sensitivity) in rows.zip(sensitivities) {
             let weight = if settings.mid_power < 0.0 {
                 let energy: f64 = row.clone().map(|x| f64::from(x).powi(2)).sum();
                 energy.max(f64::from(f32::MIN_POSITIVE)).powf(settings.mid_power) as f32
             } else {
                 1.0
             };
-            own.add(row, weight);
+            own.add(row, weight * sensitivity);
         }
         let share = settings.mid_shrinkage.max(prior_share(settings, own.n_rows()));
         let mut own = own.finish();
@@ -198,13 +219,29 @@ fn push_halves(to: &mut Vec<f16>, values: impl ExactSizeIterator<Item = f32>) {
 
 impl Observer for Gathered {
     fn wants(&self, site: Site, layer: Option<usize>) -> bool {
-        layer == Some(self.layer) && matches!(site, Site::FfnInput | Site::RoutedMid)
+        layer == Some(self.layer)
+            && matches!(site, Site::FfnInput | Site::RoutedMid | Site::FfnPost | Site::Streams)
     }
 
     fn rows(&mut self, observation: Observation<'_>) {
-        if observation.site == Site::FfnInput {
-            self.base = self.inputs.len() / self.hidden;
-            push_halves(&mut self.inputs, observation.values.iter().copied());
+        let squares = |n: usize| {
+            let width = observation.values.len() / n.max(1);
+            observation.values.chunks_exact(width.max(1)).map(|row| row.iter().map(|v| v * v).sum::<f32>())
+        };
+        let n = observation.tokens.len();
+        match observation.site {
+            Site::FfnInput => {
+                self.base = self.inputs.len() / self.hidden;
+                push_halves(&mut self.inputs, observation.values.iter().copied());
+            }
+            Site::FfnPost => self.sensitivities.extend(squares(n)),
+            Site::Streams => {
+                let first = self.sensitivities.len() - n;
+                for (sensitivity, square) in self.sensitivities[first..].iter_mut().zip(squares(n)) {
+                    *sensitivity /= square.max(f32::MIN_POSITIVE);
+                }
+            }
+            _ => {}
         }
     }
 
