@@ -660,6 +660,29 @@ fn a_killed_calibrated_build_is_resumed_to_the_same_bytes() {
 }
 
 #[test]
+fn a_gguf_is_calibrated_like_a_checkpoint_and_the_plan_states_the_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/calibration/code.txt");
+    let (checkpoint, text) = (nano(), text.to_str().unwrap().to_owned());
+    let (source, out) = (path("source.gguf"), path("out.gguf"));
+    done(&["quantize", "--quiet", "--hf", &checkpoint, "--recipe", "mxfp4", "--out", &source]);
+    let fixed = ["quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &out];
+    let types = ["--tensor-type", "blk.1.ffn_down_exps=Q2_K"];
+    let calibrated = ["--calibrate", &text, "--calibrate-tokens", "200"];
+    let all = [&fixed[..], &types, &calibrated].concat();
+    assert!(done(&all).contains("blk.1.ffn_down_exps.weight"));
+    assert!(done(&["verify", "--quiet", &out]).contains("sound"), "a sound file");
+    let memory = |arguments: &[&str]| {
+        let report = json(&done(&[arguments, &["--dry-run", "--json"]].concat()));
+        report["peak_memory_bytes"].as_u64().unwrap()
+    };
+    assert!(memory(&all) > memory(&[&fixed[..], &types].concat()));
+    let parts = [&all[..], &["--shard", "1/2"]].concat();
+    assert!(fails(&parts, 2).contains("--calibrate makes whole files"));
+}
+
+#[test]
 fn calibration_that_would_change_nothing_or_is_set_wrongly_is_refused() {
     let folder = tempfile::tempdir().unwrap();
     let out = folder.path().join("out.gguf").to_str().unwrap().to_owned();

@@ -138,7 +138,7 @@ class Lab:
         out = self.run(
             self.options.ggsmith, "score", "kld", self.source(), *models, *flags, "--numerics", "exact", "--json"
         )
-        return [entry["comparison"] for entry in json.loads(out)[1:]]
+        return [entry["comparison"] for entry in json.loads(out)["rows"][1:]]
 
     def table(self, title, variants, texts):
         """Scores variants (name, path) and prints them."""
