@@ -152,7 +152,10 @@ impl Gathered {
         let mut right: Vec<f32> = expert.mids.iter().map(|x| x.to_f32()).collect();
         for values in [&mut mids, &mut right] {
             for (row, weight) in values.chunks_exact_mut(self.inner).zip(&weights) {
-                row.iter_mut().for_each(|v| *v *= weight.sqrt());
+                let root = weight.sqrt();
+                for v in row {
+                    *v *= root;
+                }
             }
         }
         let cross = cross_moments(&right, &mids, self.inner);
