@@ -678,6 +678,16 @@ fn a_gguf_is_calibrated_like_a_checkpoint_and_the_plan_states_the_memory() {
         report["peak_memory_bytes"].as_u64().unwrap()
     };
     assert!(memory(&all) > memory(&[&fixed[..], &types].concat()));
+    // On the text it was made with the outputs are nearer to the source's than those of the plain search.
+    let plain = path("plain.gguf");
+    done(&["quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &plain, types[0], types[1]]);
+    let error = |file: &str| {
+        let only = ["--tensor", "blk.1.ffn_down_exps.weight", "--json"];
+        let fixed = ["compare", "--quiet", "--from", &source, "--gguf", file];
+        json(&done(&[&fixed[..], &calibrated, &only].concat()))["tensors"][0]["full_error"].as_f64().unwrap()
+    };
+    let (fed_back, plain) = (error(&out), error(&plain));
+    assert!(fed_back > 0.0 && fed_back < 0.5 * plain, "{fed_back} of {plain}");
     let parts = [&all[..], &["--shard", "1/2"]].concat();
     assert!(fails(&parts, 2).contains("--calibrate makes whole files"));
 }
