@@ -680,7 +680,9 @@ fn a_gguf_is_calibrated_like_a_checkpoint_and_the_plan_states_the_memory() {
     assert!(memory(&all) > memory(&[&fixed[..], &types].concat()));
     // On the text it was made with the outputs are nearer to the source's than those of the plain search.
     let plain = path("plain.gguf");
-    done(&["quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &plain, types[0], types[1]]);
+    done(&[
+        "quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &plain, types[0], types[1],
+    ]);
     let error = |file: &str| {
         let only = ["--tensor", "blk.1.ffn_down_exps.weight", "--json"];
         let fixed = ["compare", "--quiet", "--from", &source, "--gguf", file];
