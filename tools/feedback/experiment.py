@@ -131,29 +131,30 @@ class Lab:
     # Scores
 
     def scores(self, models, texts):
-        """One comparison a model, the source itself left out."""
+        """One row of the report a model, the source itself left out."""
         flags = [part for text in texts for part in ("--text", text)]
         if self.options.max_tokens:
             flags += ["--max-tokens", self.options.max_tokens]
         out = self.run(
             self.options.ggsmith, "score", "kld", self.source(), *models, *flags, "--numerics", "exact", "--json"
         )
-        return [entry["comparison"] for entry in json.loads(out)["rows"][1:]]
+        return json.loads(out)["rows"][1:]
 
     def table(self, title, variants, texts):
         """Scores variants (name, path) and prints them."""
         print(f"\n### {title}\n")
-        print("| | KL to source | NLL - source | same top-1 |\n| --- | --- | --- | --- |")
+        print("| | KL to source | KL - line above, paired | NLL - source | same top-1 |\n| --- | --- | --- | --- | --- |")
         scores = self.scores([path for _, path in variants], texts)
-        for (name, _), score in zip(variants, scores):
+        for (name, _), row in zip(variants, scores):
+            score, above = row["comparison"], row["kl_above_line_before"]
             kl, nll, top = score["kl"], score["nll_difference"], score["same_top"]
             print(
                 f"| {name} | {kl['mean']:.5f} [{kl['low']:.5f}, {kl['high']:.5f}] "
+                f"| {above['mean']:+.5f} [{above['low']:+.5f}, {above['high']:+.5f}] "
                 f"| {nll['mean']:.4f} [{nll['low']:.4f}, {nll['high']:.4f}] "
                 f"| {100 * top['mean']:.2f} % [{100 * top['low']:.2f}, {100 * top['high']:.2f}] |",
                 flush=True,
             )
-        return scores
 
     def three(self, name, texts):
         """The three quantizers on one calibration text."""
