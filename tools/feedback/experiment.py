@@ -250,9 +250,11 @@ def llama(lab):
         command = [program, "-m", path, *common, "--kl-divergence-base", base, "--kl-divergence"]
         done = subprocess.run([str(part) for part in command], capture_output=True, encoding="utf-8", errors="replace")
         out = done.stdout + done.stderr
-        kl = re.search(r"Mean\s+KLD:\s*(.*)", out)
-        top = re.search(r"Same top p:\s*(.*)", out)
-        print(f"| {name} | {kl.group(1) if kl else '?'} | {top.group(1) if top else '?'} |", flush=True)
+        # The line of the last chunk: means over all of them. The summary behind it is lost at times.
+        lines = re.findall(r"^\s*\d+\s+\S+ ±\s+\S+\s+\S+ ±\s+\S+\s+(\S+ ±\s+\S+)\s+\S+ ±\s+\S+ %\s+(\S+ ±\s+\S+ %)\s*$", out, re.M)
+        if done.returncode != 0 or not lines:
+            sys.exit(f"failed ({done.returncode}): {' '.join(map(str, command))}\n{out[-3000:]}")
+        print(f"| {name} | {lines[-1][0]} | {lines[-1][1]} |", flush=True)
 
 
 TABLES = {"tuning": tuning, "main": main_table, "apart": apart, "propagate": propagate, "amount": amount, "kinds": kinds, "seeds": seeds, "parts": parts, "llama": llama}
