@@ -317,8 +317,13 @@ fn corrected_weights_are_the_least_squares_ones_and_ridges_hold_them_back() {
     let right = numbers.matrix(n, columns);
     // Inputs that have shrunk and are disturbed.
     let changed: Vec<f32> = right.iter().map(|x| 0.8 * x + 0.3 * numbers.normal() as f32).collect();
-    let cross = cross_moments(&right, &changed, columns);
-    let own = cross_moments(&changed, &changed, columns);
+    let moments = |a: &[f32], b: &[f32]| {
+        let mut moments = CrossMoments::new(columns);
+        let rows = CrossMoments::ROWS * columns;
+        a.chunks(rows).zip(b.chunks(rows)).for_each(|(a, b)| moments.add(a, b));
+        moments.finish()
+    };
+    let (cross, own) = (moments(&right, &changed), moments(&changed, &changed));
     let error = |by: &[f32]| -> f64 {
         let (a, b) = (products(&right, &weights, columns), products(&changed, by, columns));
         a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum()
