@@ -621,9 +621,10 @@ fn a_killed_calibrated_build_is_resumed_to_the_same_bytes() {
     let arguments = |out: &str, propagate: &'static str| {
         let types = "blk.1.ffn_down_exps=Q2_K,blk.2.ffn_down_exps=Q2_K,blk.3.ffn_up_exps=Q2_K";
         let fixed = ["quantize", "--quiet", "--hf", &checkpoint, "--recipe", "mxfp4", "--tensor-type", types];
+        let quick = ["--feedback", "d-factors=1,refits=1,sweeps=1"];
         let more =
             ["--calibrate", &text, "--calibrate-tokens", "300", "--propagate", propagate, "--out", out];
-        fixed.iter().chain(&more).map(|&s| s.to_owned()).collect::<Vec<_>>()
+        fixed.iter().chain(&quick).chain(&more).map(|&s| s.to_owned()).collect::<Vec<_>>()
     };
     for propagate in ["source", "quantized"] {
         let whole = done(&borrowed(&arguments(&path("whole.gguf"), propagate)));
