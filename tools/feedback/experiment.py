@@ -113,7 +113,7 @@ class Lab:
         path = self.path(name + ".gguf")
         if not os.path.exists(path):
             types = ["ffn_gate_exps=" + gate_up, "ffn_up_exps=" + gate_up, "ffn_down_exps=" + down]
-            types += [pattern + "=f16" for pattern in ["token_embd", "hc_.*_fn", "ffn_gate_inp", "compressor", "indexer"]]
+            types += [pattern + "=f16" for pattern in ["token_embd", "hc_.*fn", "ffn_gate_inp", "compressor", "indexer"]]
             flags = [part for kind in types for part in ("--tensor-type", kind)]
             program = os.path.join(self.options.llama, "llama-quantize")
             self.run(program, "--allow-requantize", "--imatrix", imatrix, *flags, self.wide(), path, "q8_0")
