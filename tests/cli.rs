@@ -621,9 +621,10 @@ fn a_killed_calibrated_build_is_resumed_to_the_same_bytes() {
     let arguments = |out: &str, propagate: &'static str| {
         let types = "blk.1.ffn_down_exps=Q2_K,blk.2.ffn_down_exps=Q2_K,blk.3.ffn_up_exps=Q2_K";
         let fixed = ["quantize", "--quiet", "--hf", &checkpoint, "--recipe", "mxfp4", "--tensor-type", types];
+        let quick = ["--feedback", "d-factors=1,refits=1,sweeps=1"];
         let more =
             ["--calibrate", &text, "--calibrate-tokens", "300", "--propagate", propagate, "--out", out];
-        fixed.iter().chain(&more).map(|&s| s.to_owned()).collect::<Vec<_>>()
+        fixed.iter().chain(&quick).chain(&more).map(|&s| s.to_owned()).collect::<Vec<_>>()
     };
     for propagate in ["source", "quantized"] {
         let whole = done(&borrowed(&arguments(&path("whole.gguf"), propagate)));
@@ -657,6 +658,41 @@ fn a_killed_calibrated_build_is_resumed_to_the_same_bytes() {
         std::fs::remove_file(&out).unwrap();
         std::fs::remove_file(path("whole.gguf")).unwrap();
     }
+}
+
+#[test]
+fn a_gguf_is_calibrated_like_a_checkpoint_and_the_plan_states_the_memory() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
+    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/calibration/code.txt");
+    let (checkpoint, text) = (nano(), text.to_str().unwrap().to_owned());
+    let (source, out) = (path("source.gguf"), path("out.gguf"));
+    done(&["quantize", "--quiet", "--hf", &checkpoint, "--recipe", "mxfp4", "--out", &source]);
+    let fixed = ["quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &out];
+    let types = ["--tensor-type", "blk.1.ffn_down_exps=Q2_K"];
+    let calibrated = ["--calibrate", &text, "--calibrate-tokens", "200"];
+    let all = [&fixed[..], &types, &calibrated].concat();
+    assert!(done(&all).contains("blk.1.ffn_down_exps.weight"));
+    assert!(done(&["verify", "--quiet", &out]).contains("sound"), "a sound file");
+    let memory = |arguments: &[&str]| {
+        let report = json(&done(&[arguments, &["--dry-run", "--json"]].concat()));
+        report["peak_memory_bytes"].as_u64().unwrap()
+    };
+    assert!(memory(&all) > memory(&[&fixed[..], &types].concat()));
+    // On the text it was made with the outputs are nearer to the source's than those of the plain search.
+    let plain = path("plain.gguf");
+    done(&[
+        "quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &plain, types[0], types[1],
+    ]);
+    let error = |file: &str| {
+        let only = ["--tensor", "blk.1.ffn_down_exps.weight", "--json"];
+        let fixed = ["compare", "--quiet", "--from", &source, "--gguf", file];
+        json(&done(&[&fixed[..], &calibrated, &only].concat()))["tensors"][0]["full_error"].as_f64().unwrap()
+    };
+    let (fed_back, plain) = (error(&out), error(&plain));
+    assert!(fed_back > 0.0 && fed_back < 0.5 * plain, "{fed_back} of {plain}");
+    let parts = [&all[..], &["--shard", "1/2"]].concat();
+    assert!(fails(&parts, 2).contains("--calibrate makes whole files"));
 }
 
 #[test]

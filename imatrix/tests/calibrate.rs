@@ -41,9 +41,14 @@ fn texts() -> Vec<Vec<u32>> {
     (0..4u32).map(|k| (0..40 + 30 * k).map(|i| (i * 37 + k * 101) % 1000 + 8).collect()).collect()
 }
 
+/// Fewer trials and sweeps than the defaults, so that tests are quick.
+fn settings() -> Settings {
+    "d-factors=1,refits=1,sweeps=1".parse().expect("sound settings")
+}
+
 fn pass(out: &Path, propagate: Propagate, threads: usize, batch_tokens: usize) -> LayerPass {
     let options = CalibrationOptions {
-        settings: Settings::default(),
+        settings: settings(),
         propagate,
         runner: Options { n_threads: threads, ..Options::default() },
         batch_tokens,
@@ -55,7 +60,8 @@ fn pass(out: &Path, propagate: Propagate, threads: usize, batch_tokens: usize) -
 fn build(calibration: &mut dyn Calibration, out: &Path) -> Result<BuildReport, BuildError> {
     let source = CheckpointSource::new(Checkpoint::open(nano()).expect("opens")).expect("sound");
     let plan = plan(&source);
-    let by = ByFeedback { calibration, quantizer: &Feedback::default() };
+    let quantizer = Feedback { settings: settings(), ..Feedback::default() };
+    let by = ByFeedback { calibration, quantizer: &quantizer };
     build_calibrated(&plan, &source, &NoImportance, by, out, OPTIONS, &Silent)
 }
 
@@ -154,7 +160,7 @@ fn experts_that_no_token_came_to_are_named_and_use_the_mean_of_the_layer() {
     let folder = tempfile::tempdir().expect("a folder");
     let out = folder.path().join("few.gguf");
     let options = CalibrationOptions {
-        settings: Settings::default(),
+        settings: settings(),
         propagate: Propagate::Source,
         runner: Options::default(),
         batch_tokens: 2048,

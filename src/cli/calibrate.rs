@@ -69,9 +69,17 @@ impl CalibrationArguments {
 }
 
 impl TextArguments {
-    /// Reads the text for judging: second moments of each expert's own, nothing mixed in.
+    /// Reads the text for judging: second moments of each expert's own, nothing mixed in, all tokens alike.
     pub(crate) fn read_for_judging(&self, model: &Path) -> anyhow::Result<Option<CalibrationText>> {
-        let settings = Settings { mix: 0.0, prior_tokens: 0.0, mid_shrinkage: 0.0, ..Settings::default() };
+        let settings = Settings {
+            mix: 0.0,
+            prior_tokens: 0.0,
+            mid_shrinkage: 0.0,
+            mid_power: 0.0,
+            response_power: 0.0,
+            sensitivity_power: 0.0,
+            ..Settings::default()
+        };
         self.read(model, settings, Propagate::Source)
     }
 

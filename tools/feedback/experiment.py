@@ -3,7 +3,7 @@
 
     experiment.py --work DIR [--ggsmith FILE] [--llama DIR] TABLE...
 
-Tables: tuning, main, amount, kinds, seeds, parts, llama. Needs a release build of ggsmith and llama.cpp's llama-imatrix, llama-quantize
+Tables: tuning, main, apart, propagate, amount, kinds, seeds, parts, llama. Needs a release build of ggsmith and llama.cpp's llama-imatrix, llama-quantize
 and llama-perplexity. Files are made once and kept in --work; remove them to make them again.
 """
 
@@ -27,6 +27,7 @@ def arguments():
     parser.add_argument("--ggsmith", default=os.path.join(ROOT, "target", "release", "ggsmith"))
     parser.add_argument("--llama", help="folder of llama.cpp's programs")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=SETTINGS", help="variants of the table `tuning`")
+    parser.add_argument("--settings", default="", help="settings of the feedback in all tables, instead of the defaults")
     parser.add_argument("--max-tokens", type=int, help="tokens of each text that are scored")
     return parser.parse_args()
 
@@ -112,7 +113,7 @@ class Lab:
         path = self.path(name + ".gguf")
         if not os.path.exists(path):
             types = ["ffn_gate_exps=" + gate_up, "ffn_up_exps=" + gate_up, "ffn_down_exps=" + down]
-            types += [pattern + "=f16" for pattern in ["token_embd", "hc_.*_fn", "ffn_gate_inp", "compressor", "indexer"]]
+            types += [pattern + "=f16" for pattern in ["token_embd", "hc_.*fn", "ffn_gate_inp", "compressor", "indexer"]]
             flags = [part for kind in types for part in ("--tensor-type", kind)]
             program = os.path.join(self.options.llama, "llama-quantize")
             self.run(program, "--allow-requantize", "--imatrix", imatrix, *flags, self.wide(), path, "q8_0")
@@ -123,35 +124,37 @@ class Lab:
 
     def feedback(self, name, texts, settings="", *more):
         flags = [part for text in texts for part in ("--calibrate", text)]
+        settings = ",".join(part for part in [self.options.settings, settings] if part)
         flags += ["--feedback", settings] if settings else []
         return self.made(name, "--hf", self.source(), "--recipe", "q2", *flags, *more)
 
     # Scores
 
     def scores(self, models, texts):
-        """One comparison a model, the source itself left out."""
+        """One row of the report a model, the source itself left out."""
         flags = [part for text in texts for part in ("--text", text)]
         if self.options.max_tokens:
             flags += ["--max-tokens", self.options.max_tokens]
         out = self.run(
             self.options.ggsmith, "score", "kld", self.source(), *models, *flags, "--numerics", "exact", "--json"
         )
-        return [entry["comparison"] for entry in json.loads(out)[1:]]
+        return json.loads(out)["rows"][1:]
 
     def table(self, title, variants, texts):
         """Scores variants (name, path) and prints them."""
         print(f"\n### {title}\n")
-        print("| | KL to source | NLL - source | same top-1 |\n| --- | --- | --- | --- |")
+        print("| | KL to source | KL - line above, paired | NLL - source | same top-1 |\n| --- | --- | --- | --- | --- |")
         scores = self.scores([path for _, path in variants], texts)
-        for (name, _), score in zip(variants, scores):
+        for (name, _), row in zip(variants, scores):
+            score, above = row["comparison"], row["kl_above_line_before"]
             kl, nll, top = score["kl"], score["nll_difference"], score["same_top"]
             print(
                 f"| {name} | {kl['mean']:.5f} [{kl['low']:.5f}, {kl['high']:.5f}] "
+                f"| {above['mean']:+.5f} [{above['low']:+.5f}, {above['high']:+.5f}] "
                 f"| {nll['mean']:.4f} [{nll['low']:.4f}, {nll['high']:.4f}] "
                 f"| {100 * top['mean']:.2f} % [{100 * top['low']:.2f}, {100 * top['high']:.2f}] |",
                 flush=True,
             )
-        return scores
 
     def three(self, name, texts):
         """The three quantizers on one calibration text."""
@@ -182,13 +185,29 @@ def tuning(lab):
 def main_table(lab):
     variants = lab.three("all", lab.calibration())
     lab.table("Held-out text, all kinds", variants, lab.heldout())
+
+
+def apart(lab):
+    variants = lab.three("all", lab.calibration())
     for kind in KINDS:
         lab.table(f"Held-out {kind}", variants, lab.heldout([kind]))
 
 
+def propagate(lab):
+    texts = lab.calibration()
+    variants = [(which, lab.feedback(name, texts, "", "--propagate", which)) for which, name in [("source", "all-feedback"), ("quantized", "all-quantized")]]
+    lab.table("What the next layer sees", variants, lab.heldout())
+
+
+def drawn_three(lab, n_bytes, seed):
+    name = f"drawn-{n_bytes}-{seed}"
+    title = f"{n_bytes // 1000} kB of calibration text, seed {seed}"
+    lab.table(title, lab.three(name, lab.drawn(name, n_bytes, seed)), lab.heldout())
+
+
 def amount(lab):
-    for n_bytes in [10_000, 25_000, 50_000, 100_000, 200_000]:
-        lab.table(f"{n_bytes // 1000} kB of calibration text", lab.three(f"amount-{n_bytes}", lab.drawn(f"amount-{n_bytes}", n_bytes, 1)), lab.heldout())
+    for n_bytes in [10_000, 25_000, 50_000, 100_000]:
+        drawn_three(lab, n_bytes, 1)
 
 
 def kinds(lab):
@@ -200,7 +219,7 @@ def kinds(lab):
 
 def seeds(lab):
     for seed in [1, 2, 3]:
-        lab.table(f"100 kB of calibration text, seed {seed}", lab.three(f"seed-{seed}", lab.drawn(f"seed-{seed}", 100_000, seed)), lab.heldout())
+        drawn_three(lab, 100_000, seed)
 
 
 def parts(lab):
@@ -231,12 +250,14 @@ def llama(lab):
         command = [program, "-m", path, *common, "--kl-divergence-base", base, "--kl-divergence"]
         done = subprocess.run([str(part) for part in command], capture_output=True, encoding="utf-8", errors="replace")
         out = done.stdout + done.stderr
-        kl = re.search(r"Mean\s+KLD:\s*(.*)", out)
-        top = re.search(r"Same top p:\s*(.*)", out)
-        print(f"| {name} | {kl.group(1) if kl else '?'} | {top.group(1) if top else '?'} |", flush=True)
+        # The line of the last chunk: means over all of them. The summary behind it is lost at times.
+        lines = re.findall(r"^\s*\d+\s+\S+ ±\s+\S+\s+\S+ ±\s+\S+\s+(\S+ ±\s+\S+)\s+\S+ ±\s+\S+ %\s+(\S+ ±\s+\S+ %)\s*$", out, re.M)
+        if done.returncode != 0 or not lines:
+            sys.exit(f"failed ({done.returncode}): {' '.join(map(str, command))}\n{out[-3000:]}")
+        print(f"| {name} | {lines[-1][0]} | {lines[-1][1]} |", flush=True)
 
 
-TABLES = {"tuning": tuning, "main": main_table, "amount": amount, "kinds": kinds, "seeds": seeds, "parts": parts, "llama": llama}
+TABLES = {"tuning": tuning, "main": main_table, "apart": apart, "propagate": propagate, "amount": amount, "kinds": kinds, "seeds": seeds, "parts": parts, "llama": llama}
 
 
 if __name__ == "__main__":

@@ -487,8 +487,8 @@ impl Job<'_> {
 }
 
 /// Memory of a calibrated build besides that of a plain one: for each thread one expert's second moments in single precision, twice
-/// in double while they are factored, the factor, and the values of a matrix with what the walk keeps of them; and the bytes of
-/// a layer's experts.
+/// in double while they are factored, the factor with its diagonal blocks, and the values of a matrix with what the walk keeps of
+/// them; and the bytes of a layer's experts.
 pub fn calibrated_memory_bytes(plan: &Plan, n_threads: usize) -> u64 {
     let walked: Vec<_> = plan.tensors.iter().filter(|t| is_walked(t)).collect();
     let columns = walked.iter().map(|t| t.n_columns() as u64).max().unwrap_or(0);
@@ -498,7 +498,7 @@ pub fn calibrated_memory_bytes(plan: &Plan, n_threads: usize) -> u64 {
         *layer_bytes.entry(tensor.spec.layer).or_default() += tensor.n_bytes;
     }
     let layer = layer_bytes.values().copied().max().unwrap_or(0);
-    n_threads as u64 * (columns * columns * (4 + 16 + 4) + values * 4 * 6) + 2 * layer
+    n_threads as u64 * (columns * columns * (4 + 16 + 4) + columns * 256 * 4 + values * 4 * 7) + 2 * layer
 }
 
 /// Experts that no token came to, as notes for the report.

@@ -2,6 +2,7 @@
 
 use half::f16;
 
+use super::refine::Polish;
 use super::walk::{Stored, SubBlock, Walked};
 use crate::block::BlockType;
 use crate::block::parts;
@@ -123,6 +124,40 @@ impl<F: ScalarFormat> Walked for Scalars<F> {
             store_bytes(best_minimum, &mut s.minimums[row..]);
             for (sum, cost) in s.cost[row..].iter_mut().zip(to_array(best_cost)) {
                 *sum += f64::from(cost);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn polish<L: Lanes>(s: Polish<'_>) {
+        let (n, stride) = (F::SUB_BLOCK, s.stride);
+        let zero = L::splat(0.0);
+        for row in (0..stride).step_by(8) {
+            let index = bytes::<L>(&s.scales[row..]);
+            let scale = F::scale(L::load(&s.d[row..]), index);
+            let inverse = L::select(zero.less(scale), L::splat(1.0) / scale, zero);
+            let offset = L::load(&s.dmin[row..]) * bytes::<L>(&s.minimums[row..]);
+            for j in 0..n {
+                let at = j * stride + row;
+                let (w, old) = (L::load(&s.weights[at..]), L::load(&s.differences[at..]));
+                let gradient = L::load(&s.gradient[at..]);
+                let own = L::splat(s.form[(j, j)]);
+                let target = w - old + gradient / own;
+                let (code, value) = F::nearest(target + offset, scale, inverse);
+                let change = w - (value - offset) - old;
+                let cost = change * (change * own + gradient + gradient);
+                let better = cost.less(zero);
+                if L::bits(better) == 0 {
+                    continue;
+                }
+                let change = L::select(better, change, zero);
+                (old + change).store(&mut s.differences[at..]);
+                let kept = bytes::<L>(&s.codes[at..]);
+                store_bytes(L::select(better, code, kept), &mut s.codes[at..]);
+                for k in 0..n {
+                    let to = &mut s.gradient[k * stride + row..];
+                    (L::load(to) + change * L::splat(s.form[(j, k)])).store(to);
+                }
             }
         }
     }

@@ -8,6 +8,8 @@
 use half::f16;
 
 use super::affine::{bytes, store_bytes};
+use super::factor::upper_factor;
+use super::refine::Polish;
 use super::walk::{Stored, SubBlock, Walked};
 use crate::block::BlockType;
 use crate::block::parts::{self, ENTRIES, HALVES, MAGNITUDES, N_HALVES, N_LOW};
@@ -172,6 +174,86 @@ impl Walked for Iq2Xxs {
                 *sum += f64::from(cost);
             }
         }
+    }
+
+    #[inline(always)]
+    fn polish<L: Lanes>(s: Polish<'_>) {
+        let stride = s.stride;
+        let zero = L::splat(0.0);
+        let mut h = [[0.0; 32]; 32];
+        for i in 0..32 {
+            for j in 0..32 {
+                h[i][j] = s.form[(i, j)];
+            }
+        }
+        for g in 0..4 {
+            let at = 8 * g;
+            let Some(alone) = Alone::new(|i, j| h[at + i][at + j]) else { continue };
+            for row in (0..stride).step_by(8) {
+                let scale =
+                    L::load(&s.d[row..]) * (L::splat(0.5) + bytes::<L>(&s.scales[row..])) * L::splat(0.25);
+                let (mut w, mut old, mut gradient) = ([zero; 8], [zero; 8], [zero; 8]);
+                for i in 0..8 {
+                    let from = (at + i) * stride + row;
+                    w[i] = L::load(&s.weights[from..]);
+                    old[i] = L::load(&s.differences[from..]);
+                    gradient[i] = L::load(&s.gradient[from..]);
+                }
+                let mut targets = [zero; 8];
+                for i in 0..8 {
+                    targets[i] = w[i] - old[i];
+                    for j in 0..8 {
+                        targets[i] = targets[i] + gradient[j] * L::splat(alone.inverse[j][i]);
+                    }
+                }
+                let found = choose(&targets, &alone.form, scale);
+                let change: [L; 8] = std::array::from_fn(|i| w[i] - found.values[i] - old[i]);
+                let mut cost = zero;
+                for i in 0..8 {
+                    let mut slope = gradient[i] + gradient[i];
+                    for j in 0..8 {
+                        slope = slope + change[j] * L::splat(alone.form[j][i]);
+                    }
+                    cost = cost + change[i] * slope;
+                }
+                let better = cost.less(zero);
+                if L::bits(better) == 0 {
+                    continue;
+                }
+                for i in 0..8 {
+                    let change = L::select(better, change[i], zero);
+                    (old[i] + change).store(&mut s.differences[(at + i) * stride + row..]);
+                    for k in 0..32 {
+                        let to = &mut s.gradient[k * stride + row..];
+                        (L::load(to) + change * L::splat(h[at + i][k])).store(to);
+                    }
+                }
+                let kept = bytes::<L>(&s.codes[at * stride + row..]);
+                store_bytes(L::select(better, found.entry, kept), &mut s.codes[at * stride + row..]);
+                let kept = bytes::<L>(&s.codes[(at + 1) * stride + row..]);
+                store_bytes(L::select(better, found.negative, kept), &mut s.codes[(at + 1) * stride + row..]);
+            }
+        }
+    }
+}
+
+/// What eight columns need to be chosen again alone: their form and its inverse.
+struct Alone {
+    form: [[f32; 8]; 8],
+    inverse: [[f32; 8]; 8],
+}
+
+impl Alone {
+    /// `None` if the form is not positive definite.
+    fn new(form: impl Fn(usize, usize) -> f32) -> Option<Self> {
+        let r = upper_factor(faer::Mat::from_fn(8, 8, |i, j| f64::from(form(i, j))))?;
+        let group = Group::new(|i, j| r[(i, j)] as f32);
+        let inverse =
+            |i: usize, j: usize| -> f32 { (0..8).map(|k| group.inverse[k][i] * group.inverse[k][j]).sum() };
+        Some(Self {
+            form: group.form,
+            inverse: std::array::from_fn(|i| std::array::from_fn(|j| inverse(i, j))),
+        })
     }
 }
 

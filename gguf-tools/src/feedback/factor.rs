@@ -7,6 +7,8 @@
 //! columns that are done. That is the conditional update of GPTQ (Frantar et al. 2022), without the inverse of `H`:
 //! `S_b R_bb^-1 = D_f H_fr (H_rr^-1)_.b`, `r` being the columns that are not done yet.
 
+use std::sync::OnceLock;
+
 use faer::dyn_stack::{MemBuffer, MemStack};
 use faer::linalg::cholesky::llt::factor::{LltParams, cholesky_in_place, cholesky_in_place_scratch};
 use faer::linalg::matmul::matmul;
@@ -45,6 +47,9 @@ pub struct Factor {
     /// `[columns, columns]`, column-major with `stride` values from column to column; zero below the diagonal.
     r: Vec<f32>,
     stride: usize,
+    /// Diagonal blocks of the factored matrix, made when they are first asked for.
+    forms: OnceLock<Vec<Mat<f32>>>,
+    block: usize,
     damping: f64,
     raises: u32,
 }
@@ -88,7 +93,8 @@ impl Factor {
                         *value = r[(i, j)] as f32;
                     }
                 }
-                return Some(Self { columns, order, r: flat, stride, damping, raises });
+                let forms = OnceLock::new();
+                return Some(Self { columns, order, r: flat, stride, forms, block, damping, raises });
             }
             damping = (damping * 10.0).max(1e-8);
         }
@@ -123,6 +129,20 @@ impl Factor {
     ) -> MatRef<'_, f32> {
         MatRef::from_column_major_slice_with_stride(&self.r, self.columns, self.columns, self.stride)
             .submatrix(rows.start, columns.start, rows.len(), columns.len())
+    }
+
+    /// Rows and columns of the factored matrix that belong to a super-block.
+    pub(super) fn form(&self, index: usize) -> MatRef<'_, f32> {
+        let forms = self.forms.get_or_init(|| {
+            let form = |first: usize| {
+                let r = self.part(first..first + self.block, first..self.columns);
+                let mut form = Mat::zeros(self.block, self.block);
+                matmul(form.as_mut(), Accum::Replace, r, r.transpose(), 1.0f32, Par::Seq);
+                form
+            };
+            (0..self.columns).step_by(self.block).map(form).collect()
+        });
+        forms[index].as_ref()
     }
 
     /// Diagonal of the factored matrix at a step of the walk.

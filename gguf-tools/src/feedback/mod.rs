@@ -12,6 +12,7 @@ mod affine;
 mod codebook;
 mod factor;
 mod moments;
+mod refine;
 mod settings;
 mod walk;
 
@@ -21,7 +22,7 @@ mod tests;
 use rayon::prelude::*;
 
 pub use factor::{Factor, Order};
-pub use moments::{SecondMoments, corrected, cross_moments, mixed, products, quadratic, shrunk_to_diagonal};
+pub use moments::{CrossMoments, SecondMoments, corrected, mixed, products, quadratic, shrunk_to_diagonal};
 pub use settings::{Settings, UnknownSetting};
 pub use walk::Work;
 

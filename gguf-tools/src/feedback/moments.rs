@@ -130,21 +130,42 @@ pub fn products(x: &[f32], matrix: &[f32], columns: usize) -> Vec<f32> {
     out
 }
 
-/// The mean of `a b^T` over pairs of rows, `[columns, columns]` row-major; both `[n, columns]`.
-pub fn cross_moments(a: &[f32], b: &[f32], columns: usize) -> Vec<f32> {
-    let mut sums = vec![0.0; columns * columns];
-    for (a, b) in a.chunks(ROWS * columns).zip(b.chunks(ROWS * columns)) {
-        let n = a.len() / columns;
-        let to = MatMut::from_row_major_slice_mut(&mut sums, columns, columns);
+/// Forms the mean of `a b^T` over pairs of rows that come some at a time.
+#[derive(Debug, Clone)]
+pub struct CrossMoments {
+    columns: usize,
+    /// `[columns, columns]`, row-major.
+    sums: Vec<f32>,
+    n_rows: usize,
+}
+
+impl CrossMoments {
+    /// Pairs that are best handed over together.
+    pub const ROWS: usize = ROWS;
+
+    /// No pairs yet.
+    pub fn new(columns: usize) -> Self {
+        Self { columns, sums: vec![0.0; columns * columns], n_rows: 0 }
+    }
+
+    /// Adds pairs of rows, both `[n, columns]`.
+    pub fn add(&mut self, a: &[f32], b: &[f32]) {
+        let (n, columns) = (a.len() / self.columns, self.columns);
+        let to = MatMut::from_row_major_slice_mut(&mut self.sums, columns, columns);
         let (a, b) =
             (MatRef::from_row_major_slice(a, n, columns), MatRef::from_row_major_slice(b, n, columns));
         faer::linalg::matmul::matmul(to, Accum::Add, a.transpose(), b, 1.0f32, Par::Seq);
+        self.n_rows += n;
     }
-    let factor = 1.0 / (a.len() / columns).max(1) as f32;
-    for sum in &mut sums {
-        *sum *= factor;
+
+    /// The mean, `[columns, columns]` row-major; all zero without pairs.
+    pub fn finish(mut self) -> Vec<f32> {
+        let factor = 1.0 / self.n_rows.max(1) as f32;
+        for sum in &mut self.sums {
+            *sum *= factor;
+        }
+        self.sums
     }
-    sums
 }
 
 /// Weights that come nearest to what `weights` (`[rows, columns]`) make of the right inputs `x` when they are given the inputs

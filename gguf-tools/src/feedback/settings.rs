@@ -25,6 +25,8 @@ pub struct Settings {
     pub refits: u32,
     /// Scale indices on each side of the guessed one that are tried.
     pub reach: u32,
+    /// Sweeps after the walk, in which every choice is made again given all the others; they end where nothing changes.
+    pub sweeps: u32,
     /// Share of the layer's mean in an expert's second moments of inputs.
     pub mix: f64,
     /// Tokens at which the layer's mean and the expert's own second moments have equal weight.
@@ -34,6 +36,8 @@ pub struct Settings {
     /// An input counts in the second moments of gate and up with this power of the squared length of what the expert makes of
     /// it, its mid times its route weight; 0: all count alike.
     pub response_power: f64,
+    /// Tokens count with this power of how much a change of the FFN's output matters to what follows, from 0 (all alike) to 1.
+    pub sensitivity_power: f64,
     /// Whether down projections are made for the mids that the quantized gate and up projections give, and corrected for what those
     /// have changed.
     pub corrected_mids: bool,
@@ -54,10 +58,12 @@ impl Default for Settings {
             d_factors: vec![0.94, 1.0, 1.06],
             refits: 2,
             reach: 2,
+            sweeps: 4,
             mix: 0.2,
             prior_tokens: 0.0,
             mid_shrinkage: 0.2,
             response_power: 0.5,
+            sensitivity_power: 1.0,
             corrected_mids: true,
             ridge: 0.5,
             mid_power: -0.5,
@@ -121,12 +127,14 @@ impl Settings {
                 self.mid_power =
                     number(value, -1.0..=0.0).ok_or_else(|| problem("expected a power from -1 to 0"))?;
             }
+            "sensitivity-power" => self.sensitivity_power = share()?,
             "response-power" => self.response_power = share()?,
             "refits" => self.refits = count()?,
             "reach" => self.reach = count()?,
+            "sweeps" => self.sweeps = count()?,
             _ => {
                 return Err(problem(
-                    "known are damping, mid-damping, alignment, scalar-alignment, order, d-factors, refits, reach, mix, prior-tokens, mid-shrinkage, response-power, corrected-mids, ridge, mid-power",
+                    "known are damping, mid-damping, alignment, scalar-alignment, order, d-factors, refits, reach, sweeps, mix, prior-tokens, mid-shrinkage, response-power, sensitivity-power, corrected-mids, ridge, mid-power",
                 ));
             }
         }
@@ -156,7 +164,7 @@ impl fmt::Display for Settings {
         let factors: Vec<_> = self.d_factors.iter().map(f32::to_string).collect();
         write!(
             f,
-            "damping={},mid-damping={},alignment={},scalar-alignment={},order={order},d-factors={},refits={},reach={},mix={},prior-tokens={},mid-shrinkage={},response-power={},corrected-mids={},ridge={},mid-power={}",
+            "damping={},mid-damping={},alignment={},scalar-alignment={},order={order},d-factors={},refits={},reach={},sweeps={},mix={},prior-tokens={},mid-shrinkage={},response-power={},sensitivity-power={},corrected-mids={},ridge={},mid-power={}",
             self.damping,
             self.mid_damping,
             self.alignment,
@@ -164,10 +172,12 @@ impl fmt::Display for Settings {
             factors.join("/"),
             self.refits,
             self.reach,
+            self.sweeps,
             self.mix,
             self.prior_tokens,
             self.mid_shrinkage,
             self.response_power,
+            self.sensitivity_power,
             self.corrected_mids,
             self.ridge,
             self.mid_power,

@@ -317,8 +317,13 @@ fn corrected_weights_are_the_least_squares_ones_and_ridges_hold_them_back() {
     let right = numbers.matrix(n, columns);
     // Inputs that have shrunk and are disturbed.
     let changed: Vec<f32> = right.iter().map(|x| 0.8 * x + 0.3 * numbers.normal() as f32).collect();
-    let cross = cross_moments(&right, &changed, columns);
-    let own = cross_moments(&changed, &changed, columns);
+    let moments = |a: &[f32], b: &[f32]| {
+        let mut moments = CrossMoments::new(columns);
+        let rows = CrossMoments::ROWS * columns;
+        a.chunks(rows).zip(b.chunks(rows)).for_each(|(a, b)| moments.add(a, b));
+        moments.finish()
+    };
+    let (cross, own) = (moments(&right, &changed), moments(&changed, &changed));
     let error = |by: &[f32]| -> f64 {
         let (a, b) = (products(&right, &weights, columns), products(&changed, by, columns));
         a.iter().zip(&b).map(|(a, b)| f64::from(a - b).powi(2)).sum()
@@ -362,5 +367,34 @@ fn alignment_is_given_back_without_another_code() {
         assert!((aligned(&kept) - 0.97).abs() < 0.01, "{target}: {}", aligned(&kept));
         let differing = free.iter().zip(&kept).filter(|(a, b)| a != b).count();
         assert!(differing <= rows * columns / 256 * 4, "{target}: only scales differ, not {differing} bytes");
+    }
+}
+
+#[test]
+fn sweeps_lower_the_full_error_and_end_where_nothing_changes() {
+    let mut numbers = Numbers(11);
+    let (rows, columns) = (8, 512);
+    let weights = numbers.matrix(rows, columns);
+    let h = numbers.moments(columns, 60, 0.3);
+    for target in WALKED {
+        let run = |sweeps: u32| {
+            // Without alignment: it is given back after the sweeps and raises the error again.
+            let feedback = feedback(&format!("sweeps={sweeps},alignment=0,scalar-alignment=0"));
+            let judged = damped(&h, columns, feedback.settings.damping);
+            let (bytes, report) = walk(&feedback, target, &weights, &h, columns);
+            let found = errors(target, &weights, &bytes, &judged, columns);
+            let sum: f64 = found.iter().sum();
+            assert!((report.error / sum - 1.0).abs() < 1e-3, "{target}: {} but {sum}", report.error);
+            assert!(target.format().expect("read").first_bad_block(&bytes).is_none());
+            (bytes, found)
+        };
+        let (walked, once, often) = (run(0).1, run(1).1, run(40));
+        for ((walked, once), often) in walked.iter().zip(&once).zip(&often.1) {
+            assert!(*once <= walked * (1.0 + 1e-5), "{target}: {once} above {walked}");
+            assert!(*often <= once * (1.0 + 1e-5), "{target}: {often} above {once}");
+        }
+        let sum = |errors: &[f64]| errors.iter().sum::<f64>();
+        assert!(sum(&often.1) < 0.97 * sum(&walked), "{target}: {} of {}", sum(&often.1), sum(&walked));
+        assert_eq!(often.0, run(41).0, "{target}: nothing is left to change");
     }
 }

@@ -11,6 +11,7 @@ use half::f16;
 
 use super::Settings;
 use super::factor::{Factor, add_carried, carry, inverse_of};
+use super::refine::Polish;
 use crate::block::{BlockType, Guide};
 use crate::quantize::{QuantizeError, RowByRow};
 use crate::simd::{Kernel, Lanes};
@@ -56,6 +57,9 @@ pub(super) trait Walked: 'static {
 
     /// Chooses scale and codes of one sub-block for eight rows at a time. Marked `#[inline(always)]`.
     fn sub_block<L: Lanes>(sub_block: SubBlock<'_>);
+
+    /// Chooses codes of one sub-block again, scales being kept. Marked `#[inline(always)]`.
+    fn polish<L: Lanes>(polish: Polish<'_>);
 }
 
 /// One sub-block of all rows.
@@ -86,7 +90,7 @@ pub(super) struct SubBlock<'a> {
     pub(super) reach: u32,
 }
 
-struct Run<'a, F>(SubBlock<'a>, std::marker::PhantomData<F>);
+pub(super) struct Run<'a, F>(pub(super) SubBlock<'a>, pub(super) std::marker::PhantomData<F>);
 
 impl<F: Walked> Kernel for Run<'_, F> {
     type Output = ();
@@ -99,27 +103,27 @@ impl<F: Walked> Kernel for Run<'_, F> {
 
 /// Scales of all rows in one super-block, sub-blocks in the order of the walk.
 #[derive(Debug, Clone, Default)]
-struct Scales {
+pub(super) struct Scales {
     /// `[stride]`.
-    d: Vec<f32>,
+    pub(super) d: Vec<f32>,
     /// `[stride]`.
-    dmin: Vec<f32>,
+    pub(super) dmin: Vec<f32>,
     /// Scale indices, `[sub-blocks, stride]`.
-    indices: Vec<u8>,
+    pub(super) indices: Vec<u8>,
     /// Minimum indices, `[sub-blocks, stride]`.
-    minimums: Vec<u8>,
+    pub(super) minimums: Vec<u8>,
 }
 
 /// The outcome of a walk over one super-block.
 #[derive(Debug, Clone, Default)]
-struct Trial {
-    scales: Scales,
+pub(super) struct Trial {
+    pub(super) scales: Scales,
     /// `[block, stride]`.
-    codes: Vec<u8>,
+    pub(super) codes: Vec<u8>,
     /// `[block, stride]`.
-    differences: Vec<f32>,
+    pub(super) differences: Vec<f32>,
     /// `[stride]`.
-    cost: Vec<f64>,
+    pub(super) cost: Vec<f64>,
 }
 
 /// Errors of some rows, summed, in units of the factor, and what they cost.
@@ -171,25 +175,25 @@ fn thread_seconds() -> f64 {
 }
 
 /// A matrix `[rows, columns]` in the layout of this module.
-fn view(values: &[f32], stride: usize) -> MatRef<'_, f32> {
+pub(super) fn view(values: &[f32], stride: usize) -> MatRef<'_, f32> {
     MatRef::from_column_major_slice(values, stride, values.len() / stride)
 }
 
-fn view_mut(values: &mut [f32], stride: usize) -> MatMut<'_, f32> {
+pub(super) fn view_mut(values: &mut [f32], stride: usize) -> MatMut<'_, f32> {
     let columns = values.len() / stride;
     MatMut::from_column_major_slice_mut(values, stride, columns)
 }
 
 /// One super-block of the walk.
-struct Place<'a> {
+pub(super) struct Place<'a> {
     /// First column of the walk.
-    first: usize,
-    stride: usize,
-    n_rows: usize,
+    pub(super) first: usize,
+    pub(super) stride: usize,
+    pub(super) n_rows: usize,
     /// `[block, stride]`.
-    weights: &'a [f32],
+    pub(super) weights: &'a [f32],
     /// `[block, stride]`.
-    carried: &'a [f32],
+    pub(super) carried: &'a [f32],
 }
 
 impl Walk<'_> {
@@ -218,6 +222,10 @@ impl Walk<'_> {
             differences[first * stride..][..F::BLOCK * stride].copy_from_slice(&best.differences);
             cost.iter_mut().zip(&best.cost).for_each(|(sum, cost)| *sum += cost);
             blocks.push(Trial { differences: Vec::new(), ..best });
+        }
+        if self.settings.sweeps > 0 {
+            self.refine::<F>(&w, &mut differences, &mut blocks, stride);
+            cost = self.full_errors(&differences, stride);
         }
         let gains = self.gains::<F>(&w, &differences, stride);
         if gains.iter().any(|&gain| gain != 1.0) {
@@ -281,7 +289,7 @@ impl Walk<'_> {
     }
 
     /// A matrix product of so many multiplications, noted.
-    fn timed(&self, multiplications: usize, product: impl FnOnce()) {
+    pub(super) fn timed(&self, multiplications: usize, product: impl FnOnce()) {
         let start = thread_seconds();
         product();
         let seconds = thread_seconds() - start;
@@ -456,22 +464,7 @@ impl Walk<'_> {
     /// `d` and `dmin` that suit the codes of a trial best, later columns being free.
     fn refitted<F: Walked>(&self, place: &Place<'_>, trial: &Trial) -> Scales {
         let stride = place.stride;
-        let mut units = (vec![0.0; F::BLOCK * stride], vec![0.0; F::BLOCK * stride]);
-        let mut codes = [0; 32];
-        for sub_block in 0..F::BLOCK / F::SUB_BLOCK {
-            let start = sub_block * F::SUB_BLOCK;
-            for row in 0..stride {
-                for (i, code) in codes.iter_mut().take(F::SUB_BLOCK).enumerate() {
-                    *code = trial.codes[(start + i) * stride + row];
-                }
-                let scale = trial.scales.indices[sub_block * stride + row];
-                let minimum = trial.scales.minimums[sub_block * stride + row];
-                for i in 0..F::SUB_BLOCK {
-                    let at = (start + i) * stride + row;
-                    (units.0[at], units.1[at]) = F::units(&codes, i, scale, minimum);
-                }
-            }
-        }
+        let units = units::<F>(trial, stride);
         let at = place.first..place.first + F::BLOCK;
         let r = self.factor.part(at.clone(), at);
         let product = |values: &[f32]| {
@@ -524,8 +517,29 @@ impl Walk<'_> {
     }
 }
 
+/// What the columns of a super-block hold in units of `d` and of `dmin`, `[block, stride]` each.
+pub(super) fn units<F: Walked>(trial: &Trial, stride: usize) -> (Vec<f32>, Vec<f32>) {
+    let mut units = (vec![0.0; F::BLOCK * stride], vec![0.0; F::BLOCK * stride]);
+    let mut codes = [0; 32];
+    for sub_block in 0..F::BLOCK / F::SUB_BLOCK {
+        let start = sub_block * F::SUB_BLOCK;
+        for row in 0..stride {
+            for (i, code) in codes.iter_mut().take(F::SUB_BLOCK).enumerate() {
+                *code = trial.codes[(start + i) * stride + row];
+            }
+            let scale = trial.scales.indices[sub_block * stride + row];
+            let minimum = trial.scales.minimums[sub_block * stride + row];
+            for i in 0..F::SUB_BLOCK {
+                let at = (start + i) * stride + row;
+                (units.0[at], units.1[at]) = F::units(&codes, i, scale, minimum);
+            }
+        }
+    }
+    units
+}
+
 /// Least squares of `c - d a + dmin b` from the products of its parts; neither scale is negative.
-fn fit(aa: f64, ab: f64, bb: f64, ac: f64, bc: f64) -> Option<(f64, f64)> {
+pub(super) fn fit(aa: f64, ab: f64, bb: f64, ac: f64, bc: f64) -> Option<(f64, f64)> {
     let determinant = aa * bb - ab * ab;
     if determinant > 1e-9 * aa * bb {
         let d = (bb * ac - ab * bc) / determinant;
@@ -563,6 +577,6 @@ fn keep_better(best: &mut Option<Trial>, trial: Trial, stride: usize) {
 }
 
 /// The nearest half-precision number that is neither negative nor infinite.
-fn to_f16(value: f32) -> f16 {
+pub(super) fn to_f16(value: f32) -> f16 {
     f16::from_f32(value.max(0.0).min(f16::MAX.to_f32()))
 }

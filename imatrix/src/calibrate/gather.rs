@@ -1,7 +1,9 @@
 //! What the routed experts of one layer read, kept until their second moments are asked for.
 
+use std::ops::Range;
+
 use gguf_tools::build::{ExpertMoments, MatrixInput};
-use gguf_tools::feedback::{SecondMoments, Settings, cross_moments, mixed, products, shrunk_to_diagonal};
+use gguf_tools::feedback::{CrossMoments, SecondMoments, Settings, mixed, products, shrunk_to_diagonal};
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use runner::observe::{ExpertObservation, Observation, Observer, Site};
@@ -25,6 +27,9 @@ pub(super) struct Gathered {
     inner: usize,
     /// FFN inputs of all tokens, `[tokens, hidden]`.
     inputs: Vec<f16>,
+    /// How much a change of the FFN's output matters, by token: the squares of the weights with which it enters the streams over the
+    /// squared length of the streams behind the layer, which the next norm divides by.
+    sensitivities: Vec<f32>,
     /// Row of the first token of the batch.
     base: usize,
     experts: Vec<Expert>,
@@ -41,6 +46,7 @@ impl Gathered {
             hidden,
             inner,
             inputs: Vec::new(),
+            sensitivities: Vec::new(),
             base: 0,
             experts: vec![Expert::default(); n_experts],
             mean_inputs: Vec::new(),
@@ -53,11 +59,19 @@ impl Gathered {
         if self.inputs.is_empty() {
             return;
         }
+        let power = settings.sensitivity_power as f32;
+        for sensitivity in &mut self.sensitivities {
+            *sensitivity = if power > 0.0 { sensitivity.powf(power) } else { 1.0 };
+        }
+        let n = self.sensitivities.len() as f64;
+        let mean = self.sensitivities.iter().map(|&s| f64::from(s)).sum::<f64>() / n;
+        let is_usable = mean.is_finite() && mean > 0.0;
+        self.sensitivities.iter_mut().for_each(|s| *s = if is_usable { *s / mean as f32 } else { 1.0 });
         let shares = self.experts.iter().map(|expert| input_share(settings, expert.rows.len()));
         if shares.into_iter().any(|share| share > 0.0) {
             let mut mean = SecondMoments::new(self.hidden);
-            for row in self.inputs.chunks_exact(self.hidden) {
-                mean.add(row.iter().map(|x| x.to_f32()), 1.0);
+            for (row, &weight) in self.inputs.chunks_exact(self.hidden).zip(&self.sensitivities) {
+                mean.add(row.iter().map(|x| x.to_f32()), weight);
             }
             self.mean_inputs = mean.finish();
         }
@@ -93,7 +107,7 @@ impl Gathered {
             } else {
                 1.0
             };
-            own.add(input.iter().map(|x| x.to_f32()), weight);
+            own.add(input.iter().map(|x| x.to_f32()), weight * self.sensitivities[row as usize]);
         }
         let mut own = own.finish();
         if share > 0.0 {
@@ -117,29 +131,59 @@ impl Gathered {
             let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
             return ExpertMoments { moments, diagonal, n_tokens, cross: None };
         }
-        let mut inputs = Vec::with_capacity(n_tokens * self.hidden);
-        for &row in &expert.rows {
+        let mut own = SecondMoments::new(self.inner);
+        let (mut cross, mut plain) = (CrossMoments::new(self.inner), CrossMoments::new(self.inner));
+        // Some tokens at a time: an expert may have seen most of the text.
+        for first in (0..n_tokens).step_by(CrossMoments::ROWS) {
+            let part = first..n_tokens.min(first + CrossMoments::ROWS);
+            let mut mids = self.changed_mids(expert, part.clone(), [gate, up], limit);
+            let right = &expert.mids[part.start * self.inner..part.end * self.inner];
+            let mut right: Vec<f32> = right.iter().map(|x| x.to_f32()).collect();
+            let sensitivities: Vec<f32> =
+                expert.rows[part].iter().map(|&row| self.sensitivities[row as usize]).collect();
+            for (row, sensitivity) in mids.chunks_exact(self.inner).zip(&sensitivities) {
+                own.add(row.iter().copied(), mid_weight(settings, row.iter().copied()) * sensitivity);
+            }
+            for values in [&mut mids, &mut right] {
+                for (row, sensitivity) in values.chunks_exact_mut(self.inner).zip(&sensitivities) {
+                    let root = sensitivity.sqrt();
+                    for v in row {
+                        *v *= root;
+                    }
+                }
+            }
+            cross.add(&right, &mids);
+            plain.add(&mids, &mids);
+        }
+        let moments = self.shrunk_mids(own, settings);
+        let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
+        ExpertMoments { moments, diagonal, n_tokens, cross: Some((cross.finish(), plain.finish())) }
+    }
+
+    /// Mids times route weights of some of an expert's tokens when its gate and up projections are others.
+    fn changed_mids(
+        &self,
+        expert: &Expert,
+        tokens: Range<usize>,
+        [gate, up]: [&[f32]; 2],
+        limit: f32,
+    ) -> Vec<f32> {
+        let mut inputs = Vec::with_capacity(tokens.len() * self.hidden);
+        for &row in &expert.rows[tokens.clone()] {
             let input = &self.inputs[row as usize * self.hidden..][..self.hidden];
             inputs.extend(input.iter().map(|x| x.to_f32()));
         }
         let mut mids = products(&inputs, gate, self.hidden);
         let ups = products(&inputs, up, self.hidden);
-        drop(inputs);
         for ((mids, ups), weight) in
-            mids.chunks_exact_mut(self.inner).zip(ups.chunks_exact(self.inner)).zip(&expert.weights)
+            mids.chunks_exact_mut(self.inner).zip(ups.chunks_exact(self.inner)).zip(&expert.weights[tokens])
         {
             for (mid, up) in mids.iter_mut().zip(ups) {
                 let gate = mid.min(limit);
                 *mid = gate / (1.0 + (-gate).exp()) * up.clamp(-limit, limit) * weight;
             }
         }
-        drop(ups);
-        let right: Vec<f32> = expert.mids.iter().map(|x| x.to_f32()).collect();
-        let cross = cross_moments(&right, &mids, self.inner);
-        let own = cross_moments(&mids, &mids, self.inner);
-        let moments = self.mixed_mids(mids.chunks_exact(self.inner).map(|row| row.iter().copied()), settings);
-        let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
-        ExpertMoments { moments, diagonal, n_tokens, cross: Some((cross, own)) }
+        mids
     }
 
     fn mid_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
@@ -148,31 +192,32 @@ impl Gathered {
         {
             return mean.clone();
         }
-        let rows = expert.mids.chunks_exact(self.inner).map(|row| row.iter().map(|x| x.to_f32()));
-        self.mixed_mids(rows, settings)
+        let mut own = SecondMoments::new(self.inner);
+        for (row, &at) in expert.mids.chunks_exact(self.inner).zip(&expert.rows) {
+            let row = row.iter().map(|x| x.to_f32());
+            own.add(row.clone(), mid_weight(settings, row) * self.sensitivities[at as usize]);
+        }
+        self.shrunk_mids(own, settings)
     }
 
-    fn mixed_mids<R: Iterator<Item = f32> + Clone>(
-        &self,
-        rows: impl Iterator<Item = R>,
-        settings: &Settings,
-    ) -> Vec<f32> {
-        let mut own = SecondMoments::new(self.inner);
-        for row in rows {
-            let weight = if settings.mid_power < 0.0 {
-                let energy: f64 = row.clone().map(|x| f64::from(x).powi(2)).sum();
-                energy.max(f64::from(f32::MIN_POSITIVE)).powf(settings.mid_power) as f32
-            } else {
-                1.0
-            };
-            own.add(row, weight);
-        }
+    /// Second moments of mids, what is beside the diagonal reduced as the settings say.
+    fn shrunk_mids(&self, own: SecondMoments, settings: &Settings) -> Vec<f32> {
         let share = settings.mid_shrinkage.max(prior_share(settings, own.n_rows()));
         let mut own = own.finish();
         if share > 0.0 {
             shrunk_to_diagonal(&mut own, self.inner, share);
         }
         own
+    }
+}
+
+/// How much a mid counts by its length.
+fn mid_weight(settings: &Settings, mid: impl Iterator<Item = f32>) -> f32 {
+    if settings.mid_power < 0.0 {
+        let energy: f64 = mid.map(|x| f64::from(x).powi(2)).sum();
+        energy.max(f64::from(f32::MIN_POSITIVE)).powf(settings.mid_power) as f32
+    } else {
+        1.0
     }
 }
 
@@ -189,7 +234,10 @@ fn prior_share(settings: &Settings, n_tokens: usize) -> f64 {
 
 fn push_halves(to: &mut Vec<f16>, values: impl ExactSizeIterator<Item = f32>) {
     let bound = f16::MAX.to_f32();
-    to.reserve(values.len());
+    if to.capacity() - to.len() < values.len() {
+        // By an eighth, not to twice the size: these are most of the memory.
+        to.reserve_exact(values.len() + to.len() / 8);
+    }
     let clamped: Vec<f32> = values.map(|v| v.clamp(-bound, bound)).collect();
     let start = to.len();
     to.resize(start + clamped.len(), f16::ZERO);
@@ -198,13 +246,29 @@ fn push_halves(to: &mut Vec<f16>, values: impl ExactSizeIterator<Item = f32>) {
 
 impl Observer for Gathered {
     fn wants(&self, site: Site, layer: Option<usize>) -> bool {
-        layer == Some(self.layer) && matches!(site, Site::FfnInput | Site::RoutedMid)
+        layer == Some(self.layer)
+            && matches!(site, Site::FfnInput | Site::RoutedMid | Site::FfnPost | Site::Streams)
     }
 
     fn rows(&mut self, observation: Observation<'_>) {
-        if observation.site == Site::FfnInput {
-            self.base = self.inputs.len() / self.hidden;
-            push_halves(&mut self.inputs, observation.values.iter().copied());
+        let squares = |n: usize| {
+            let width = observation.values.len() / n.max(1);
+            observation.values.chunks_exact(width.max(1)).map(|row| row.iter().map(|v| v * v).sum::<f32>())
+        };
+        let n = observation.tokens.len();
+        match observation.site {
+            Site::FfnInput => {
+                self.base = self.inputs.len() / self.hidden;
+                push_halves(&mut self.inputs, observation.values.iter().copied());
+            }
+            Site::FfnPost => self.sensitivities.extend(squares(n)),
+            Site::Streams => {
+                let first = self.sensitivities.len() - n;
+                for (sensitivity, square) in self.sensitivities[first..].iter_mut().zip(squares(n)) {
+                    *sensitivity /= square.max(f32::MIN_POSITIVE);
+                }
+            }
+            _ => {}
         }
     }
 

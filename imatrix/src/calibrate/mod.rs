@@ -157,7 +157,9 @@ impl LayerPass {
         n_streams: u64,
         batch: u64,
     ) -> u64 {
-        let gathered = n_tokens * 2 * (hidden + n_used * inner) + n_tokens * n_used * 4;
+        let gathered = n_tokens * 2 * (hidden + n_used * inner) + n_tokens * (n_used * 8 + 4);
+        // Buffers grow by an eighth.
+        let gathered = gathered + gathered / 8;
         gathered + 4 * (hidden * hidden + inner * inner) + 4 * 4 * batch * n_streams * hidden
     }
 
