@@ -1,6 +1,7 @@
 //! One file on its way: the part file, its journal, and the digest of the whole that follows the data.
 
 mod buffer;
+mod flush;
 mod front;
 
 use std::fs::{self, File};
@@ -16,6 +17,7 @@ use crate::error::DownloadError;
 use crate::pieces::{Fingerprint, Geometry, Identity, Journal, Slot};
 use crate::progress::{Event, Observer};
 pub(crate) use buffer::{Buffer, Pool};
+use flush::Flusher;
 use front::Front;
 
 /// Ends of the names of a part file and its journal, after the target's name.
@@ -32,6 +34,7 @@ pub(crate) struct Part {
     pub(crate) geometry: Geometry,
     pub(crate) digest: Option<Digest>,
     file: File,
+    flusher: Flusher,
     journal: Journal,
     state: Mutex<State>,
     changed: Condvar,
@@ -155,6 +158,7 @@ impl Part {
             vec![Slot::default(); geometry.n_pieces()]
         };
         let n_pieces = slots.len();
+        let flusher = Flusher::new(&file).map_err(DownloadError::io("flush", &path))?;
         let part = Self {
             name: opening.name.to_owned(),
             target: opening.target.to_owned(),
@@ -162,6 +166,7 @@ impl Part {
             geometry,
             digest: opening.digest.cloned(),
             file,
+            flusher,
             journal,
             changed: Condvar::new(),
             state: Mutex::new(State {
@@ -364,6 +369,7 @@ impl Part {
         fingerprint: u128,
     ) -> Result<bool, DownloadError> {
         self.file.write_all_at(&buffer, at).map_err(DownloadError::io("write", &self.path))?;
+        self.flusher.wrote(buffer.len() as u64);
         let done = (at + buffer.len() as u64 - self.geometry.range(piece).start) as u32;
         let slot = Slot { done, fingerprint };
         let mut state = self.lock();
@@ -519,7 +525,8 @@ impl Part {
     /// Makes the data durable and gives the file its name. The journal goes to `record`, where it lets single pieces be
     /// repaired later, or is removed.
     pub(crate) fn finish(&self, record: Option<&Path>) -> Result<(), DownloadError> {
-        self.file.sync_all().map_err(DownloadError::io("flush", &self.path))?;
+        let flushed = self.flusher.finish().and_then(|()| self.file.sync_all());
+        flushed.map_err(DownloadError::io("flush", &self.path))?;
         fs::rename(&self.path, &self.target).map_err(|source| DownloadError::Rename {
             part: self.path.clone(),
             target: self.target.clone(),
