@@ -31,12 +31,12 @@ cmp -s "$qemu" "$folder/usr/bin/qemu-aarch64-static" || cp "$qemu" "$folder/usr/
 cp /etc/resolv.conf "$folder/etc/resolv.conf"
 
 # The work tree, and the fixtures beside it, at their own places in the folder.
-mkdir -p "$folder/work/tree" "$folder/work/shared" || exit 1
-mount --bind "$here" "$folder/work/tree" || exit 1
-trap 'umount "$folder/work/shared" 2>/dev/null; umount "$folder/work/tree"' EXIT
+mkdir -p "$folder/build/tree" "$folder/build/shared" || exit 1
+mount --bind "$here" "$folder/build/tree" || exit 1
+trap 'umount "$folder/build/shared" 2>/dev/null; umount "$folder/build/tree"' EXIT
 trap 'exit 130' INT TERM
 if [ -d "$here/../shared" ]; then
-    mount --bind "$here/../shared" "$folder/work/shared" || exit 1
+    mount --bind "$here/../shared" "$folder/build/shared" || exit 1
 fi
 
 tests=
@@ -44,7 +44,7 @@ for name in "$@"; do
     tests="$tests --test $name"
 done
 # shellcheck disable=SC2086 # several words
-chroot "$folder" env CARGO_TARGET_DIR=/work/target CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+chroot "$folder" env CARGO_TARGET_DIR=/build/target CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
     CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER='qemu-aarch64-static -L /' \
-    cargo test --manifest-path /work/tree/Cargo.toml --locked --target aarch64-unknown-linux-gnu -p gguf-tools -p runner \
+    cargo test --manifest-path /build/tree/Cargo.toml --locked --target aarch64-unknown-linux-gnu -p gguf-tools -p runner \
     --lib $tests --no-fail-fast -- --skip verify::tests || exit 1
