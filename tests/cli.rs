@@ -1,38 +1,13 @@
 //! The program as users run it: exit codes, what is printed where, interruptions.
 
+mod common;
+
 use std::io::{BufRead, BufReader};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-fn ggsmith() -> Command {
-    Command::new(env!("CARGO_BIN_EXE_ggsmith"))
-}
-
-fn run(arguments: &[&str]) -> Output {
-    ggsmith().args(arguments).output().unwrap()
-}
-
-fn text(bytes: &[u8]) -> String {
-    String::from_utf8(bytes.to_vec()).unwrap()
-}
-
-/// Runs and expects success; gives stdout.
-fn done(arguments: &[&str]) -> String {
-    let output = run(arguments);
-    assert_eq!(output.status.code(), Some(0), "{arguments:?}: {}", text(&output.stderr));
-    text(&output.stdout)
-}
-
-/// Runs and expects this exit code and nothing on stdout; gives stderr.
-fn fails(arguments: &[&str], code: i32) -> String {
-    let output = run(arguments);
-    let stderr = text(&output.stderr);
-    assert_eq!(output.status.code(), Some(code), "{arguments:?}: {stderr}");
-    assert!(output.stdout.is_empty(), "{arguments:?} printed a result");
-    assert!(!stderr.contains("panicked"), "{stderr}");
-    stderr
-}
+use common::{borrowed, done, fails, ggsmith, json, nano, run, text};
 
 struct Setting {
     folder: tempfile::TempDir,
@@ -56,10 +31,6 @@ impl Setting {
         arguments.extend(more.iter().map(|&s| s.to_owned()));
         arguments
     }
-}
-
-fn borrowed(arguments: &[String]) -> Vec<&str> {
-    arguments.iter().map(String::as_str).collect()
 }
 
 fn sha256_line(report: &str) -> &str {
@@ -254,14 +225,6 @@ fn completions_and_manual_pages_cover_every_command() {
 }
 
 /// The trained model that ships inside.
-fn nano() -> String {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/checkpoint").to_str().unwrap().to_owned()
-}
-
-fn json(text: &str) -> serde_json::Value {
-    serde_json::from_str(text).unwrap()
-}
-
 #[test]
 fn the_nano_model_knows_the_capital_of_france() {
     let question = "What is the capital of France?";
@@ -610,105 +573,4 @@ fn a_trace_is_recorded_and_replayed() {
     assert!(fails(&["trace", "replay", &trace, "--slots", "16"], 1).contains("layer 9, but the model has 4"));
     std::fs::write(&trace, &lines[..lines.len() / 2]).unwrap();
     assert!(fails(&["trace", "replay", &trace, "--slots", "16"], 1).contains("line "));
-}
-
-#[test]
-fn a_killed_calibrated_build_is_resumed_to_the_same_bytes() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/calibration/code.txt");
-    let (checkpoint, text) = (nano(), text.to_str().unwrap().to_owned());
-    let arguments = |out: &str, propagate: &'static str| {
-        let types = "blk.1.ffn_down_exps=Q2_K,blk.2.ffn_down_exps=Q2_K,blk.3.ffn_up_exps=Q2_K";
-        let fixed = ["quantize", "--quiet", "--hf", &checkpoint, "--recipe", "mxfp4", "--tensor-type", types];
-        let quick = ["--feedback", "d-factors=1,refits=1,sweeps=1"];
-        let more =
-            ["--calibrate", &text, "--calibrate-tokens", "300", "--propagate", propagate, "--out", out];
-        fixed.iter().chain(&quick).chain(&more).map(|&s| s.to_owned()).collect::<Vec<_>>()
-    };
-    for propagate in ["source", "quantized"] {
-        let whole = done(&borrowed(&arguments(&path("whole.gguf"), propagate)));
-        assert!(whole.contains("blk.3.ffn_up_exps.weight"), "{whole}");
-        let out = path("killed.gguf");
-        let mut kills = 0;
-        for millis in (50..).step_by(350) {
-            let mut child = ggsmith()
-                .args(arguments(&out, propagate))
-                .stdout(Stdio::null())
-                .stderr(Stdio::null())
-                .spawn()
-                .unwrap();
-            std::thread::sleep(Duration::from_millis(millis));
-            child.kill().unwrap();
-            let ended = child.wait().unwrap().success();
-            if Path::new(&out).exists() {
-                // Killed between naming the file and cleaning up, activations stay.
-                assert!(!ended || !Path::new(&path("killed.gguf.part.activations")).exists());
-                break;
-            }
-            kills += 1;
-        }
-        assert!(kills > 0, "the build was never killed before its end");
-        assert_eq!(
-            std::fs::read(&out).unwrap(),
-            std::fs::read(path("whole.gguf")).unwrap(),
-            "{propagate}: {kills} kills"
-        );
-        assert!(!Path::new(&path("killed.gguf.part")).exists(), "no part file is left");
-        std::fs::remove_file(&out).unwrap();
-        std::fs::remove_file(path("whole.gguf")).unwrap();
-    }
-}
-
-#[test]
-fn a_gguf_is_calibrated_like_a_checkpoint_and_the_plan_states_the_memory() {
-    let folder = tempfile::tempdir().unwrap();
-    let path = |name: &str| folder.path().join(name).to_str().unwrap().to_owned();
-    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/calibration/code.txt");
-    let (checkpoint, text) = (nano(), text.to_str().unwrap().to_owned());
-    let (source, out) = (path("source.gguf"), path("out.gguf"));
-    done(&["quantize", "--quiet", "--hf", &checkpoint, "--recipe", "mxfp4", "--out", &source]);
-    let fixed = ["quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &out];
-    let types = ["--tensor-type", "blk.1.ffn_down_exps=Q2_K"];
-    let calibrated = ["--calibrate", &text, "--calibrate-tokens", "200"];
-    let all = [&fixed[..], &types, &calibrated].concat();
-    assert!(done(&all).contains("blk.1.ffn_down_exps.weight"));
-    assert!(done(&["verify", "--quiet", &out]).contains("sound"), "a sound file");
-    let memory = |arguments: &[&str]| {
-        let report = json(&done(&[arguments, &["--dry-run", "--json"]].concat()));
-        report["peak_memory_bytes"].as_u64().unwrap()
-    };
-    assert!(memory(&all) > memory(&[&fixed[..], &types].concat()));
-    // On the text it was made with the outputs are nearer to the source's than those of the plain search.
-    let plain = path("plain.gguf");
-    done(&[
-        "quantize", "--quiet", "--from", &source, "--recipe", "mxfp4", "--out", &plain, types[0], types[1],
-    ]);
-    let error = |file: &str| {
-        let only = ["--tensor", "blk.1.ffn_down_exps.weight", "--json"];
-        let fixed = ["compare", "--quiet", "--from", &source, "--gguf", file];
-        json(&done(&[&fixed[..], &calibrated, &only].concat()))["tensors"][0]["full_error"].as_f64().unwrap()
-    };
-    let (fed_back, plain) = (error(&out), error(&plain));
-    assert!(fed_back > 0.0 && fed_back < 0.5 * plain, "{fed_back} of {plain}");
-    let parts = [&all[..], &["--shard", "1/2"]].concat();
-    assert!(fails(&parts, 2).contains("--calibrate makes whole files"));
-}
-
-#[test]
-fn calibration_that_would_change_nothing_or_is_set_wrongly_is_refused() {
-    let folder = tempfile::tempdir().unwrap();
-    let out = folder.path().join("out.gguf").to_str().unwrap().to_owned();
-    let text = Path::new(env!("CARGO_MANIFEST_DIR")).join("test-vectors/nano/calibration/code.txt");
-    let (checkpoint, text) = (nano(), text.to_str().unwrap().to_owned());
-    let common = ["quantize", "--quiet", "--hf", &checkpoint, "--out", &out, "--calibrate", &text];
-    let with = |more: &[&'static str]| [&common[..], more].concat();
-    assert!(fails(&with(&["--recipe", "mxfp4"]), 1).contains("--calibrate changes nothing"));
-    assert!(fails(&with(&["--feedback", "damping=7"]), 2).contains("damping=7"));
-    assert!(fails(&with(&["--feedback", "colour=red"]), 2).contains("known are damping"));
-    assert!(fails(&with(&["--calibrate-sequence", "1"]), 2).contains("at least 2 tokens"));
-    assert!(
-        fails(&["quantize", "--hf", &checkpoint, "--out", &out, "--propagate", "source"], 2)
-            .contains("--calibrate")
-    );
 }

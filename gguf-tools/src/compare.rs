@@ -1,10 +1,14 @@
 //! How far a GGUF file is from the weights it was made from, and whether it can be made again byte for byte.
 
+use std::ops::Range;
+
 use rayon::prelude::*;
 use serde::Serialize;
 
-use crate::build::{BuildError, Calibration, FallbackImportance, LayerBytes, MatrixInput, Regenerator};
-use crate::feedback::quadratic;
+use crate::build::{
+    BuildError, Calibration, FallbackImportance, LayerBytes, MatrixMoments, Regenerator, Wanted, place_of,
+};
+use crate::feedback::{ROWS, quadratic};
 use crate::gguf::{Gguf, TensorInfo};
 use crate::importance::ImportanceSource;
 use crate::plan::{Plan, PlannedTensor};
@@ -31,7 +35,8 @@ pub struct TensorComparison {
     /// Weighted `sum q x / sum x^2`: below 1 the file's weights are shrunk.
     pub alignment: f64,
     /// Squared error of the outputs relative to the squared outputs, on calibration text: `tr(D H D^T) / tr(W H W^T)` with `H`
-    /// the second moments of each expert's inputs; `None` where that was not asked for or the tensor is no routed expert's.
+    /// the second moments of its inputs, of each expert's own; `None` where that was not asked for or the tensor is no matrix of a
+    /// product.
     pub full_error: Option<f64>,
     /// Largest absolute error.
     pub max_error: f64,
@@ -163,7 +168,7 @@ pub fn compare(
     Ok(result)
 }
 
-/// Errors of the outputs of routed experts ([`TensorComparison::full_error`]) by tensor, in file order.
+/// Errors of the outputs of matrices ([`TensorComparison::full_error`]) by tensor, in file order.
 ///
 /// # Errors
 /// If source or file are damaged, or the calibration fails.
@@ -176,31 +181,41 @@ pub fn judge(
     progress: &dyn Progress,
 ) -> Result<Vec<(String, f64)>, BuildError> {
     let n_layers = plan.tensors.iter().filter_map(|t| t.spec.layer).max().map_or(0, |last| last as usize + 1);
-    let wanted = |t: &&PlannedTensor| {
-        MatrixInput::of(t.spec.family).is_some() && (only.is_empty() || only.contains(&t.spec.gguf_name))
-    };
+    let wanted: Vec<&PlannedTensor> = plan
+        .tensors
+        .iter()
+        .filter(|t| t.spec.reads.is_some() && (only.is_empty() || only.contains(&t.spec.gguf_name)))
+        .collect();
     let mut judged = Vec::new();
-    for layer in 0..n_layers {
-        let tensors: Vec<_> =
-            plan.tensors.iter().filter(|t| t.spec.layer == Some(layer as u32)).filter(wanted).collect();
-        let failed = |source| BuildError::Calibration { layer, source };
-        calibration.enter(layer, !tensors.is_empty()).map_err(failed)?;
+    for layer in (0..n_layers).map(Some).chain([None]) {
+        let here = |t: &&&PlannedTensor| t.spec.layer.map(|l| l as usize) == layer;
+        let tensors: Vec<_> = wanted.iter().filter(here).copied().collect();
+        let failed = |source| BuildError::Calibration { place: place_of(layer), source };
+        match layer {
+            Some(layer) => {
+                calibration.enter(layer, &Wanted::by(tensors.iter().copied())).map_err(failed)?;
+            }
+            None if tensors.is_empty() => break,
+            None => calibration.enter_head().map_err(failed)?,
+        }
         for tensor in tensors {
             let Some(found) = gguf.tensor(&tensor.spec.gguf_name) else { continue };
             let bytes = gguf.data(found).map_err(crate::source::SourceError::from)?;
             judged.push((
                 tensor.spec.gguf_name.clone(),
-                tensor_full_error(tensor, source, found, bytes, &*calibration, layer)?,
+                tensor_full_error(tensor, source, found, bytes, &*calibration)?,
             ));
             progress.step(&Step {
                 item: &tensor.spec.gguf_name,
-                done_bytes: layer as u64 + 1,
+                done_bytes: layer.map_or(n_layers, |layer| layer + 1) as u64,
                 total_bytes: n_layers as u64,
                 done_items: judged.len(),
-                total_items: plan.tensors.iter().filter(wanted).count(),
+                total_items: wanted.len(),
             });
         }
-        calibration.leave(layer, plan, &NoBytes).map_err(failed)?;
+        if let Some(layer) = layer {
+            calibration.leave(layer, plan, &NoBytes).map_err(failed)?;
+        }
         if progress.interrupted() {
             break;
         }
@@ -224,27 +239,49 @@ fn tensor_full_error(
     found: &TensorInfo,
     bytes: &[u8],
     calibration: &dyn Calibration,
-    layer: usize,
 ) -> Result<f64, BuildError> {
-    let (n_matrices, rows, columns) = (tensor.n_matrices(), tensor.n_rows(), tensor.n_columns());
-    let input = MatrixInput::of(tensor.spec.family).unwrap_or(MatrixInput::Ffn);
-    let Some(format) = found.block_type.format() else { return Ok(0.0) };
-    let matrix_bytes = bytes.len() / n_matrices.max(1);
-    let parts: Vec<(f64, f64)> = (0..n_matrices)
-        .into_par_iter()
-        .map(|expert| {
-            let moments = calibration
-                .moments(input, expert)
-                .map_err(|source| BuildError::Calibration { layer, source })?;
-            let mut values = vec![0.0; rows * columns];
-            source.read_rows(&tensor.spec, expert, 0..rows, &mut values)?;
-            let mut differences = vec![0.0; values.len()];
-            format.dequantize(&bytes[expert * matrix_bytes..][..matrix_bytes], &mut differences);
-            differences.iter_mut().zip(&values).for_each(|(q, x)| *q = x - *q);
-            let whole = quadratic(&values, &moments.moments, columns);
-            Ok((quadratic(&differences, &moments.moments, columns), whole))
-        })
-        .collect::<Result<_, BuildError>>()?;
+    let (Some(input), Some(format)) = (tensor.spec.reads, found.block_type.format()) else { return Ok(0.0) };
+    let (n_matrices, n_groups, columns) = (tensor.n_matrices(), tensor.spec.n_groups, tensor.n_columns());
+    let (n_rows, row_bytes) = (tensor.n_rows(), bytes.len() / (n_matrices * tensor.n_rows()).max(1));
+    let failed = |source| {
+        let place = place_of(tensor.spec.layer.map(|layer| layer as usize));
+        BuildError::Calibration { place, source }
+    };
+    // Error and size of the outputs of some rows.
+    let part = |matrix_index: usize, rows: Range<usize>, moments: &MatrixMoments| {
+        let first = matrix_index * n_rows + rows.start;
+        let in_file = &bytes[first * row_bytes..][..rows.len() * row_bytes];
+        let mut values = vec![0.0; rows.len() * columns];
+        source.read_rows(&tensor.spec, matrix_index, rows, &mut values)?;
+        let mut differences = vec![0.0; values.len()];
+        format.dequantize(in_file, &mut differences);
+        differences.iter_mut().zip(&values).for_each(|(q, x)| *q = x - *q);
+        let whole = quadratic(&values, &moments.moments, columns);
+        Ok::<_, BuildError>((quadratic(&differences, &moments.moments, columns), whole))
+    };
+    let parts: Vec<(f64, f64)> = if tensor.spec.family.is_routed() {
+        (0..n_matrices)
+            .into_par_iter()
+            .map(|expert| {
+                let moments = calibration.moments(input, expert).map_err(failed)?;
+                part(expert, 0..n_rows, &moments)
+            })
+            .collect::<Result<_, BuildError>>()?
+    } else {
+        let mut parts = Vec::new();
+        for group in 0..n_groups {
+            let moments = calibration.dense_moments(input, group).map_err(failed)?;
+            let end = (group + 1) * (n_rows / n_groups);
+            let starts: Vec<usize> = (group * (n_rows / n_groups)..end).step_by(ROWS).collect();
+            parts.extend(
+                starts
+                    .into_par_iter()
+                    .map(|start| part(0, start..end.min(start + ROWS), &moments))
+                    .collect::<Result<Vec<_>, BuildError>>()?,
+            );
+        }
+        parts
+    };
     let (error, whole) = parts.iter().fold((0.0, 0.0), |sum, part| (sum.0 + part.0, sum.1 + part.1));
     Ok(if whole > 0.0 { error / whole } else { 0.0 })
 }

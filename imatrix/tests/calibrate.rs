@@ -4,17 +4,19 @@ use std::path::{Path, PathBuf};
 
 use gguf_tools::block::BlockType;
 use gguf_tools::build::{
-    BuildError, BuildOptions, BuildReport, ByFeedback, Calibration, CalibrationError, ExpertMoments,
-    LayerBytes, MatrixInput, build_calibrated,
+    BuildError, BuildOptions, BuildReport, ByFeedback, Calibration, CalibrationError, LayerBytes,
+    MatrixMoments, Wanted, build_calibrated,
 };
 use gguf_tools::checkpoint::Checkpoint;
 use gguf_tools::feedback::{Feedback, Settings};
 use gguf_tools::importance::NoImportance;
+use gguf_tools::model::MatrixInput;
 use gguf_tools::plan::{Plan, Recipe, Rule};
 use gguf_tools::progress::Silent;
 use gguf_tools::source::{CheckpointSource, WeightSource};
 use imatrix::calibrate::{CalibrationOptions, LayerPass, Propagate, activations_path, read_documents};
 use runner::Options;
+use runner::observe::{Observation, Observer, Site};
 use runner::weights::open_source;
 
 const OPTIONS: BuildOptions = BuildOptions { overwrite: true, resume: true, importance_fallback: true };
@@ -30,6 +32,15 @@ fn plan(source: &dyn WeightSource) -> Plan {
         ("blk.1.ffn_down_exps", BlockType::Q2K),
         ("blk.2.ffn_gate_exps", BlockType::Q2K),
         ("blk.3.ffn_down_exps", BlockType::Q2K),
+    ] {
+        recipe.rules.push(Rule::for_tensors(pattern, target));
+    }
+    // Most dense matrices too wide for a walk, some in each type that has one.
+    for (pattern, target) in [
+        (r"(attn_(q|kv|output)|shexp)", BlockType::F16),
+        (r"blk\.1\.attn_(q_a|output_[ab])", BlockType::Q4K),
+        (r"blk\.(2\.attn_q_b|2\.attn_kv|3\.ffn_down_shexp)\.", BlockType::Q8_0),
+        (r"blk\.2\.(indexer|attn_compressor_kv)", BlockType::Q8_0),
     ] {
         recipe.rules.push(Rule::for_tensors(pattern, target));
     }
@@ -58,10 +69,14 @@ fn pass(out: &Path, propagate: Propagate, threads: usize, batch_tokens: usize) -
 }
 
 fn build(calibration: &mut dyn Calibration, out: &Path) -> Result<BuildReport, BuildError> {
+    build_with(calibration, out, false)
+}
+
+fn build_with(calibration: &mut dyn Calibration, out: &Path, dense: bool) -> Result<BuildReport, BuildError> {
     let source = CheckpointSource::new(Checkpoint::open(nano()).expect("opens")).expect("sound");
     let plan = plan(&source);
     let quantizer = Feedback { settings: settings(), ..Feedback::default() };
-    let by = ByFeedback { calibration, quantizer: &quantizer };
+    let by = ByFeedback { calibration, quantizer: &quantizer, dense };
     build_calibrated(&plan, &source, &NoImportance, by, out, OPTIONS, &Silent)
 }
 
@@ -82,12 +97,21 @@ impl Calibration for Breaking {
         self.pass.restart();
     }
 
-    fn enter(&mut self, layer: usize, wanted: bool) -> Result<(), CalibrationError> {
+    fn enter(&mut self, layer: usize, wanted: &Wanted) -> Result<(), CalibrationError> {
         self.pass.enter(layer, wanted)?;
         if layer == self.at && self.entering { Err("broken off".into()) } else { Ok(()) }
     }
 
-    fn moments(&self, input: MatrixInput, expert: usize) -> Result<ExpertMoments, CalibrationError> {
+    fn enter_head(&mut self) -> Result<(), CalibrationError> {
+        self.pass.enter_head()?;
+        if self.at == 4 { Err("broken off".into()) } else { Ok(()) }
+    }
+
+    fn dense_moments(&self, input: MatrixInput, group: usize) -> Result<MatrixMoments, CalibrationError> {
+        self.pass.dense_moments(input, group)
+    }
+
+    fn moments(&self, input: MatrixInput, expert: usize) -> Result<MatrixMoments, CalibrationError> {
         self.pass.moments(input, expert)
     }
 
@@ -96,7 +120,7 @@ impl Calibration for Breaking {
         expert: usize,
         gate: &[f32],
         up: &[f32],
-    ) -> Result<ExpertMoments, CalibrationError> {
+    ) -> Result<MatrixMoments, CalibrationError> {
         self.pass.mid_moments(expert, gate, up)
     }
 
@@ -153,6 +177,157 @@ fn bytes_depend_neither_on_threads_nor_on_batches_and_resume_from_every_layer() 
         whole.push(again.sha256);
     }
     assert_ne!(whole[0], whole[1], "what is propagated makes a difference");
+}
+
+#[test]
+fn dense_matrices_are_walked_when_asked_with_the_same_bytes_however_it_is_run() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let path = |name: &str| folder.path().join(name);
+    let plain = build(&mut pass(&path("plain"), Propagate::Source, 2, 2048), &path("plain")).expect("builds");
+    let whole = path("whole");
+    let report = build_with(&mut pass(&whole, Propagate::Source, 1, 2048), &whole, true).expect("builds");
+    assert_eq!(report.file_bytes, plain.file_bytes);
+    let dense: Vec<_> = report.feedback.iter().filter(|o| !o.tensor.contains("_exps")).collect();
+    let names: Vec<_> = dense.iter().map(|o| o.tensor.trim_end_matches(".weight")).collect();
+    for name in ["blk.1.attn_q_a", "blk.1.attn_output_a", "blk.1.attn_output_b", "blk.2.attn_q_b", "output"] {
+        assert!(names.contains(&name), "{name} in {names:?}");
+    }
+    assert!(names.iter().any(|name| name.contains("shexp")) && names.iter().any(|name| name.contains("kv")));
+    for outcome in &dense {
+        let report = &outcome.report;
+        assert!(report.walked && report.error < report.plain_error, "{}: {report:?}", outcome.tensor);
+        assert_eq!(outcome.n_tokens, texts().iter().map(Vec::len).sum::<usize>(), "{}", outcome.tensor);
+    }
+    let experts = |report: &BuildReport| {
+        report.feedback.iter().filter(|o| o.tensor.contains("_exps")).cloned().collect::<Vec<_>>()
+    };
+    let key =
+        |o: &gguf_tools::build::FeedbackOutcome| (o.tensor.clone(), o.expert_index, o.report.error.to_bits());
+    let keys = |report: &BuildReport| experts(report).iter().map(key).collect::<Vec<_>>();
+    assert_eq!(keys(&report), keys(&plain), "what experts become does not depend on it");
+
+    let other = path("other");
+    let again = build_with(&mut pass(&other, Propagate::Source, 3, 100), &other, true).expect("builds");
+    assert_eq!(again.sha256, report.sha256, "other threads and batches");
+    for (at, entering) in [(1, true), (2, false), (4, true)] {
+        let out = path("broken");
+        let mut breaking = Breaking { pass: pass(&out, Propagate::Source, 2, 2048), at, entering };
+        let error = build_with(&mut breaking, &out, true).expect_err("breaks off").to_string();
+        let place = if at == 4 { "behind the layers".to_owned() } else { format!("layer {at}") };
+        assert!(error.starts_with(&place), "{error}");
+        drop(breaking);
+        let mut resumed = pass(&out, Propagate::Source, 2, 700);
+        assert_eq!(resumed.ready_layer(), at);
+        let resumed = build_with(&mut resumed, &out, true).expect("goes on");
+        assert_eq!(resumed.sha256, report.sha256, "broken off at {at}");
+        assert!(!activations_path(&out).exists());
+    }
+}
+
+/// Keeps every row of some sites.
+#[derive(Default)]
+struct Rows(Vec<(Site, Vec<f32>)>);
+
+impl Observer for Rows {
+    fn wants(&self, site: Site, layer: Option<usize>) -> bool {
+        let in_layer = [Site::AttentionInput, Site::QueryLora, Site::HeadsOutput, Site::OutputLora];
+        let in_ffn = [Site::FfnInput, Site::SharedMid];
+        match layer {
+            Some(layer) => layer == 1 && (in_layer.contains(&site) || in_ffn.contains(&site)),
+            None => site == Site::FinalNorm,
+        }
+    }
+
+    fn rows(&mut self, observation: Observation<'_>) {
+        match self.0.iter_mut().find(|(site, _)| *site == observation.site) {
+            Some((_, rows)) => rows.extend(observation.values),
+            None => self.0.push((observation.site, observation.values.to_vec())),
+        }
+    }
+}
+
+#[test]
+fn second_moments_of_dense_matrices_are_those_of_what_the_forward_pass_multiplies_them_with() {
+    let folder = tempfile::tempdir().expect("a folder");
+    let mut options = CalibrationOptions {
+        settings: settings(),
+        propagate: Propagate::Source,
+        runner: Options::default(),
+        batch_tokens: 100,
+    };
+    options.settings.sensitivity_power = 0.0;
+    let source = open_source(&nano()).expect("nano opens");
+    let model = runner::Model::new(&source, Options::default()).expect("sound");
+    let out = folder.path().join("out");
+    let mut pass = LayerPass::new(source, texts(), Some(&out), "moments", options).expect("sound texts");
+
+    let mut rows = Rows::default();
+    let texts = texts();
+    let texts: Vec<&[u32]> = texts.iter().map(Vec::as_slice).collect();
+    let mut streams = model.embed_texts(&texts).expect("known tokens");
+    for layer in 0..model.n_layers() {
+        streams = model.layer_of_texts(layer, 0, &texts, streams, &mut rows).expect("computes");
+    }
+    model.head_input_of_texts(0, &texts, streams, &mut rows).expect("computes");
+
+    let inputs = [
+        (MatrixInput::Attention, Site::AttentionInput, 1),
+        (MatrixInput::QueryLora, Site::QueryLora, 1),
+        (MatrixInput::Heads, Site::HeadsOutput, 2),
+        (MatrixInput::OutputLora, Site::OutputLora, 1),
+        (MatrixInput::Ffn, Site::FfnInput, 1),
+        (MatrixInput::SharedMid, Site::SharedMid, 1),
+        (MatrixInput::Final, Site::FinalNorm, 1),
+    ];
+    let n_tokens: usize = texts.iter().map(|text| text.len()).sum();
+    let plan = {
+        let source = CheckpointSource::new(Checkpoint::open(nano()).expect("opens")).expect("sound");
+        plan(&source)
+    };
+    let compare = |pass: &LayerPass, input: MatrixInput, site: Site, n_groups: usize| {
+        let values = &rows.0.iter().find(|(seen, _)| *seen == site).expect("seen").1;
+        let width = values.len() / n_tokens;
+        let columns = width / n_groups;
+        for group in 0..n_groups {
+            let found = pass.dense_moments(input, group).expect("gathered");
+            assert_eq!((found.n_tokens, found.diagonal.len()), (n_tokens, columns), "{input:?}");
+            let scale = found.diagonal.iter().copied().fold(0.0, f32::max);
+            for (i, j) in [(0, 0), (1, 0), (3, 97), (columns - 1, columns / 2), (columns - 1, columns - 1)] {
+                let of =
+                    |row: &[f32]| f64::from(row[group * columns + i]) * f64::from(row[group * columns + j]);
+                let expected = values.chunks_exact(width).map(of).sum::<f64>() / n_tokens as f64;
+                let found = f64::from(found.moments[i * columns + j]);
+                assert!((found - expected).abs() < 1e-5 * f64::from(scale), "{input:?} {group} {i} {j}");
+            }
+        }
+        assert!(pass.dense_moments(input, n_groups).is_err(), "no more groups than the model has");
+    };
+    for layer in 0..2 {
+        let mut wanted = Wanted::default();
+        wanted.dense.extend(inputs[..6].iter().map(|(input, ..)| *input).filter(|_| layer == 1));
+        pass.enter(layer, &wanted).expect("computes");
+        if layer == 1 {
+            inputs[..6].iter().for_each(|&(input, site, n_groups)| compare(&pass, input, site, n_groups));
+        }
+        pass.leave(layer, &plan, &NoBytes).expect("kept");
+    }
+    for layer in 2..4 {
+        pass.enter(layer, &Wanted::default()).expect("computes");
+        assert!(pass.dense_moments(MatrixInput::Ffn, 0).is_err(), "not wanted in this layer");
+        pass.leave(layer, &plan, &NoBytes).expect("kept");
+    }
+    pass.enter_head().expect("computes");
+    let (input, site, n_groups) = inputs[6];
+    compare(&pass, input, site, n_groups);
+}
+
+/// Nobody asks for bytes where the source is propagated.
+struct NoBytes;
+
+impl LayerBytes for NoBytes {
+    fn read(&self, _: &gguf_tools::plan::PlannedTensor) -> std::io::Result<Vec<u8>> {
+        Err(std::io::Error::other("nothing is written"))
+    }
 }
 
 #[test]

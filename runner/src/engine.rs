@@ -177,6 +177,22 @@ impl<B: Backend> Engine<B> {
         Ok(b.read(&streams)?.into_owned())
     }
 
+    /// What the output matrix reads of whole texts whose streams behind the last layer are given.
+    pub(crate) fn head_input_of_texts(
+        &self,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), RunnerError> {
+        let _turn = self.backend.turn(Work::Batch)?;
+        let b = &self.backend;
+        let batch = whole_texts(first_text, texts);
+        let streams = b.host_values(streams.len() / batch.tokens.len(), streams)?;
+        self.network.head_input(b, &streams, &batch.places, &mut self.pass(observer))?;
+        Ok(())
+    }
+
     /// Continues a sequence. Returns the logits behind the last token.
     pub(crate) fn prefill(
         &self,

@@ -558,13 +558,27 @@ impl<B: Backend> Network<B> {
         places: &[TokenPlace],
         pass: &mut Pass<'_, B>,
     ) -> Result<B::Tensor, RunnerError> {
-        let b = backend;
+        let x = self.head_input(backend, streams, places, pass)?;
+        let logits = linear(backend, &x, &self.output)?;
+        pass.see(backend, Site::Logits, None, places, &logits)?;
+        Ok(logits)
+    }
+
+    /// (4.3) What the output matrix reads, `[T, D]`.
+    ///
+    /// # Errors
+    /// As [`Network::head`].
+    pub fn head_input(
+        &self,
+        b: &B,
+        streams: &B::Tensor,
+        places: &[TokenPlace],
+        pass: &mut Pass<'_, B>,
+    ) -> Result<B::Tensor, RunnerError> {
         let (merged, x) = b.hc_head(streams, &self.head_mix, self.hyper_constants(), &self.output_norm)?;
         pass.see(b, Site::HeadCollapsed, None, places, &merged)?;
         pass.see(b, Site::FinalNorm, None, places, &x)?;
-        let logits = linear(b, &x, &self.output)?;
-        pass.see(b, Site::Logits, None, places, &logits)?;
-        Ok(logits)
+        Ok(x)
     }
 }
 

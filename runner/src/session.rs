@@ -398,6 +398,23 @@ impl Model {
             with_engine!(&self.machine, engine => engine.layer_of_texts(layer, first_text, texts, streams, observer))
         })
     }
+
+    /// What whole texts give the output matrix to read, for `observer` to see; no logits are computed. `streams`:
+    /// `[tokens, M * D]`, those behind the last layer. `first_text` is the number of the first text for `observer`.
+    ///
+    /// # Errors
+    /// If weights cannot be read or a result is not finite and the options say to look.
+    pub fn head_input_of_texts(
+        &self,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), RunnerError> {
+        self.threads.install(|| {
+            with_engine!(&self.machine, engine => engine.head_input_of_texts(first_text, texts, streams, observer))
+        })
+    }
 }
 
 /// Bytes of all weights as `f32`.

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Context;
 use clap::Args;
+use gguf_tools::build::{Wanted, calibrated_memory_bytes, is_walked};
 use gguf_tools::feedback::{Feedback, Settings};
 use gguf_tools::gguf::{Array, Metadata, Value};
 use gguf_tools::plan::{Plan, sha256_of_file};
@@ -22,7 +23,7 @@ const BATCH_TOKENS: usize = 2048;
 #[derive(Debug, Args)]
 pub(crate) struct TextArguments {
     /// Calibration text: plain text, or JSON lines with `text`; may repeat. `quantize` uses it for error feedback in routed
-    /// experts, `compare` for the error in their outputs.
+    /// experts, `compare` for the error in the outputs of matrices.
     #[arg(long, value_name = "DATASET")]
     calibrate: Vec<PathBuf>,
     /// Use at most so many calibration tokens, from all files alike.
@@ -33,12 +34,15 @@ pub(crate) struct TextArguments {
     calibrate_sequence: usize,
 }
 
-/// Error feedback in routed experts.
+/// Error feedback.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Error feedback")]
 pub(crate) struct CalibrationArguments {
     #[command(flatten)]
     text: TextArguments,
+    /// Error feedback in dense matrices as well (attention, shared expert, output), where their type has one: Q8_0, Q4_K, Q2_K.
+    #[arg(long, requires = "calibrate")]
+    calibrate_dense: bool,
     /// What a layer's calibration sees of the layers before it.
     #[arg(long, value_name = "WHICH", default_value = "source", requires = "calibrate",
         value_parser = ["source", "quantized"])]
@@ -53,6 +57,8 @@ pub(crate) struct CalibrationText {
     texts: Vec<Vec<u32>>,
     settings: Settings,
     propagate: Propagate,
+    /// Whether dense matrices are quantized by it as well.
+    pub(crate) dense: bool,
     pub(crate) metadata: Metadata,
 }
 
@@ -64,7 +70,15 @@ impl CalibrationArguments {
             settings.set(text).map_err(|e| UsageError(format!("--feedback: {e}")))?;
         }
         let propagate = Propagate::NAMES.iter().find(|(name, _)| *name == self.propagate);
-        self.text.read(model, settings, propagate.context("the parser admits known names only")?.1)
+        let propagate = propagate.context("the parser admits known names only")?.1;
+        let mut text = self.text.read(model, settings, propagate)?;
+        if let Some(text) = &mut text
+            && self.calibrate_dense
+        {
+            text.dense = true;
+            text.metadata.set("ggsmith.calibration.dense".to_owned(), Value::Bool(true));
+        }
+        Ok(text)
     }
 }
 
@@ -124,7 +138,7 @@ impl TextArguments {
             Propagate::NAMES.iter().find(|(_, which)| *which == propagate).map_or("", |(name, _)| name);
         set("propagate", Value::String(name.to_owned()));
         set("settings", Value::String(settings.to_string()));
-        Ok(Some(CalibrationText { texts, settings, propagate, metadata }))
+        Ok(Some(CalibrationText { texts, settings, propagate, dense: false, metadata }))
     }
 }
 
@@ -180,15 +194,9 @@ impl CalibrationText {
     /// Memory of a calibrated build besides that of a plain one.
     pub(crate) fn memory_bytes(&self, plan: &Plan, model: &Path, threads: usize) -> anyhow::Result<u64> {
         let source = open_source(model)?;
-        let h = source.hyper_parameters();
-        let pass = LayerPass::memory_bytes(
-            self.n_tokens() as u64,
-            h.hidden_size,
-            h.moe_intermediate_size,
-            h.num_experts_per_tok,
-            h.hc_mult,
-            BATCH_TOKENS as u64,
-        );
-        Ok(pass + gguf_tools::build::calibrated_memory_bytes(plan, threads))
+        let wanted = Wanted::by(plan.tensors.iter().filter(|t| is_walked(t, self.dense)));
+        let (h, n_tokens) = (source.hyper_parameters(), self.n_tokens() as u64);
+        let pass = LayerPass::memory_bytes(h, n_tokens, &wanted, BATCH_TOKENS as u64);
+        Ok(pass + calibrated_memory_bytes(plan, threads, self.dense))
     }
 }

@@ -102,8 +102,9 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(text) = &text {
         view.more_memory = text.memory_bytes(&plan, arguments.source.path(), view.threads)?;
         anyhow::ensure!(
-            plan.tensors.iter().any(is_walked),
-            "--calibrate changes nothing: no routed expert becomes a type that error feedback can write (IQ2_XXS, Q2_K, Q4_K, Q8_0, MXFP4)"
+            plan.tensors.iter().any(|tensor| is_walked(tensor, text.dense)),
+            "--calibrate changes nothing: no {} becomes a type that error feedback can write (IQ2_XXS, Q2_K, Q4_K, Q8_0, MXFP4)",
+            if text.dense { "matrix" } else { "routed expert" }
         );
     }
     if arguments.dry_run {
@@ -125,13 +126,13 @@ pub(crate) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let result = match text {
         None => build(&plan, source.as_ref(), importance, &out, options, &reporter),
         Some(text) => {
-            let identity = plan.header_sha256();
+            let (identity, dense) = (plan.header_sha256(), text.dense);
             let beside = Some(out.as_path());
             let model = arguments.source.path();
             let (mut pass, mut quantizer) = text.pass(model, beside, &identity, threads.unwrap_or(0))?;
             quantizer.plain.objective = plan.objective;
             quantizer.plain.scale_gain = plan.recipe.scale_gain;
-            let by = ByFeedback { calibration: &mut pass, quantizer: &quantizer };
+            let by = ByFeedback { calibration: &mut pass, quantizer: &quantizer, dense };
             build_calibrated(&plan, source.as_ref(), importance, by, &out, options, &reporter)
         }
     };

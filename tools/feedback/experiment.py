@@ -3,7 +3,7 @@
 
     experiment.py --work DIR [--ggsmith FILE] [--llama DIR] TABLE...
 
-Tables: tuning, main, apart, propagate, amount, kinds, seeds, parts, llama. Needs a release build of ggsmith and llama.cpp's llama-imatrix, llama-quantize
+Tables: tuning, main, apart, propagate, amount, kinds, seeds, parts, llama, dense-tuning, dense. Those two need ggsmith alone; the others need a release build of ggsmith and llama.cpp's llama-imatrix, llama-quantize
 and llama-perplexity. Files are made once and kept in --work; remove them to make them again.
 """
 
@@ -257,7 +257,52 @@ def llama(lab):
         print(f"| {name} | {lines[-1][0]} | {lines[-1][1]} |", flush=True)
 
 
-TABLES = {"tuning": tuning, "main": main_table, "apart": apart, "propagate": propagate, "amount": amount, "kinds": kinds, "seeds": seeds, "parts": parts, "llama": llama}
+DENSE = ["attention-proj", "shared", "output"]
+
+
+def dense_variants(lab, name, texts, target, variants):
+    """Dense matrices in one type, routed experts as they are in the source: the diagonal search and feedback."""
+    types = [part for family in DENSE for part in ("--" + family, target)]
+    fixed = ["--hf", lab.source(), "--recipe", "mxfp4", *types]
+    imatrix = lab.path(name + ".own.imatrix.gguf")
+    flags = [part for text in texts for part in ("--calibrate", text)]
+    if not os.path.exists(imatrix):
+        whole = [open(text, encoding="utf-8").read() for text in texts]
+        pieces = [text[i : i + 1000] for text in whole for i in range(0, len(text), 1000)]
+        dataset = lab.write(name + ".jsonl", "".join(json.dumps({"text": piece}) + "\n" for piece in pieces))
+        lab.run(lab.options.ggsmith, "imatrix", "collect", "--model", lab.source(), "--dataset", dataset, "--dense", "--out", imatrix, "--quiet")
+    rows = [("diagonal search", lab.made(f"{name}-{target}-diagonal", *fixed, "--imatrix", imatrix))]
+    for title, settings in variants:
+        safe = re.sub(r"[^a-z0-9]+", "-", title.lower())
+        more = ["--feedback", settings] if settings else []
+        rows.append((title, lab.made(f"{name}-{target}-{safe}", *fixed, *flags, "--calibrate-dense", *more)))
+    return rows
+
+
+def dense_tuning(lab):
+    """Settings of the feedback in dense matrices, on text that is neither calibrated with nor held out in the end."""
+    first, rest = lab.split()
+    variants = [("defaults", "")] + [tuple(text.split(":", 1)) for text in lab.options.set]
+    for target in ["Q4_K", "Q8_0"]:
+        lab.table(f"Dense {target}, tuning split", dense_variants(lab, "tune-dense", first, target, variants), rest)
+
+
+def dense(lab):
+    """Dense matrices alone in Q8_0 and Q4_K, then the whole q2 recipe with and without feedback in them."""
+    texts = lab.calibration()
+    for target in ["Q8_0", "Q4_K"]:
+        rows = dense_variants(lab, "all-dense", texts, target, [("error feedback", "")])
+        lab.table(f"Dense {target}, routed experts as in the source", rows, lab.heldout())
+    for target in ["Q8_0", "Q4_K"]:
+        types = [part for family in DENSE for part in ("--" + family, target)]
+        rows = [
+            ("experts", lab.feedback(f"all-experts-{target}", texts, "", *types)),
+            ("experts and dense", lab.feedback(f"all-both-{target}", texts, "", *types, "--calibrate-dense")),
+        ]
+        lab.table(f"Whole q2, dense {target}, error feedback in", rows, lab.heldout())
+
+
+TABLES = {"dense-tuning": dense_tuning, "dense": dense, "tuning": tuning, "main": main_table, "apart": apart, "propagate": propagate, "amount": amount, "kinds": kinds, "seeds": seeds, "parts": parts, "llama": llama}
 
 
 if __name__ == "__main__":

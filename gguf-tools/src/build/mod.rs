@@ -5,6 +5,8 @@
 //! the result.
 
 mod calibrated;
+mod calibration;
+mod layer_job;
 mod part;
 mod regenerate;
 mod unit;
@@ -17,10 +19,9 @@ use rayon::prelude::*;
 use serde::Serialize;
 use sha2::{Digest, Sha256};
 
-pub use calibrated::{
-    ByFeedback, Calibration, CalibrationError, ExpertMoments, FeedbackOutcome, LayerBytes, MatrixInput,
-    build_calibrated, calibrated_memory_bytes, is_walked,
-};
+pub(crate) use calibrated::place_of;
+pub use calibrated::{ByFeedback, FeedbackOutcome, build_calibrated, calibrated_memory_bytes, is_walked};
+pub use calibration::{Calibration, CalibrationError, LayerBytes, MatrixMoments, Wanted};
 pub use part::{FileSink, Journal, Sink, free_bytes};
 pub(crate) use regenerate::Regenerator;
 use unit::{Importances, Unit, Wave};
@@ -48,10 +49,10 @@ pub enum BuildError {
         source: QuantizeError,
     },
     /// Second moments cannot be had.
-    #[error("layer {layer}: calibration failed: {source}")]
+    #[error("{place}: calibration failed: {source}")]
     Calibration {
-        /// The layer.
-        layer: usize,
+        /// Where, as `layer 3`.
+        place: String,
         /// Why.
         source: CalibrationError,
     },

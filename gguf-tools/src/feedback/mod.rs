@@ -30,7 +30,7 @@ use crate::block::BlockType;
 use crate::quantize::{Curvature, Diagonal, MatrixQuantizer, QuantizeError, RowByRow};
 
 /// Rows that are walked together. Part of the result: sums of a row are formed in an order that may depend on it.
-const ROWS: usize = 256;
+pub const ROWS: usize = 256;
 
 /// Quantizes with error feedback where second moments are known and the format has a walk, else row by row.
 #[derive(Debug, Clone, PartialEq, Default)]
@@ -61,6 +61,23 @@ pub struct Report {
     /// The walk's matrix products.
     #[serde(skip)]
     pub work: Work,
+}
+
+impl Report {
+    /// That of two parts of a matrix.
+    #[must_use]
+    pub fn plus(self, other: &Self) -> Self {
+        Self {
+            walked: self.walked || other.walked,
+            n_rows: self.n_rows + other.n_rows,
+            n_plain_rows: self.n_plain_rows + other.n_plain_rows,
+            damping: self.damping.max(other.damping),
+            damping_raised: self.damping_raised || other.damping_raised,
+            plain_error: self.plain_error + other.plain_error,
+            error: self.error + other.error,
+            work: self.work.plus(other.work),
+        }
+    }
 }
 
 /// Whether a format has a walk.

@@ -4,7 +4,7 @@ use std::fmt;
 
 use serde_json::{Map, Value};
 
-use super::{Family, HyperParameters, ModelError, deepseek4};
+use super::{Family, HyperParameters, MatrixInput, ModelError, deepseek4};
 use crate::gguf::Metadata;
 
 /// Every architecture that can be built. A new one is one file and one line here.
@@ -69,6 +69,16 @@ pub struct TensorRow {
     pub shape: fn(&HyperParameters, LayerKind) -> Vec<u64>,
     /// Which layers have it.
     pub present: fn(LayerKind) -> bool,
+    /// What it is multiplied with; `None` where it is no matrix of a product, or one whose input is not gathered.
+    pub reads: Option<MatrixInput>,
+}
+
+impl TensorRow {
+    /// The row of a matrix with this input.
+    pub(super) const fn reading(mut self, input: MatrixInput) -> Self {
+        self.reads = Some(input);
+        self
+    }
 }
 
 /// The architecture that a `config.json` is of.

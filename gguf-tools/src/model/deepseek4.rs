@@ -6,7 +6,9 @@ use serde_json::{Map, Value, json};
 
 use super::fields::Fields;
 use super::metadata;
-use super::{Architecture, DSpark, Family, HyperParameters, LayerKind, ModelError, RopeScaling, TensorRow};
+use super::{
+    Architecture, DSpark, Family, HyperParameters, LayerKind, MatrixInput, ModelError, RopeScaling, TensorRow,
+};
 
 pub(super) static ARCHITECTURE: Architecture = Architecture {
     model_type: "deepseek_v4",
@@ -48,7 +50,7 @@ const fn row(
     shape: fn(&HyperParameters, LayerKind) -> Vec<u64>,
     present: fn(LayerKind) -> bool,
 ) -> TensorRow {
-    TensorRow { source, gguf, family, shape, present }
+    TensorRow { source, gguf, family, shape, present, reads: None }
 }
 
 const fn every(_: LayerKind) -> bool {
@@ -96,7 +98,8 @@ const AFTER_LAYERS: &[TensorRow] = &[
         every,
     ),
     row("hc_head_scale", "output_hc_scale.weight", Norm, |_, _| vec![1], every),
-    row("head.weight", "output.weight", Output, |h, _| vec![h.vocab_size, h.hidden_size], every),
+    row("head.weight", "output.weight", Output, |h, _| vec![h.vocab_size, h.hidden_size], every)
+        .reading(MatrixInput::Final),
 ];
 
 #[rustfmt::skip]
@@ -106,36 +109,36 @@ const IN_LAYERS: &[TensorRow] = &[
     row("layers.{L}.hc_attn_scale", "blk.{L}.hc_attn_scale.weight", Norm, |_, _| vec![3], every),
     row("layers.{L}.attn_norm.weight", "blk.{L}.attn_norm.weight", Norm, |h, _| vec![h.hidden_size], every),
     row("layers.{L}.attn.attn_sink", "blk.{L}.attn_sinks.weight", Norm, |h, _| vec![h.num_attention_heads], every),
-    row("layers.{L}.attn.wq_a.weight", "blk.{L}.attn_q_a.weight", Attention, |h, _| vec![h.q_lora_rank, h.hidden_size], every),
+    row("layers.{L}.attn.wq_a.weight", "blk.{L}.attn_q_a.weight", Attention, |h, _| vec![h.q_lora_rank, h.hidden_size], every).reading(MatrixInput::Attention),
     row("layers.{L}.attn.q_norm.weight", "blk.{L}.attn_q_a_norm.weight", Norm, |h, _| vec![h.q_lora_rank], every),
-    row("layers.{L}.attn.wq_b.weight", "blk.{L}.attn_q_b.weight", Attention, |h, _| vec![h.num_attention_heads * h.head_dim, h.q_lora_rank], every),
-    row("layers.{L}.attn.wkv.weight", "blk.{L}.attn_kv.weight", Attention, |h, _| vec![h.head_dim, h.hidden_size], every),
+    row("layers.{L}.attn.wq_b.weight", "blk.{L}.attn_q_b.weight", Attention, |h, _| vec![h.num_attention_heads * h.head_dim, h.q_lora_rank], every).reading(MatrixInput::QueryLora),
+    row("layers.{L}.attn.wkv.weight", "blk.{L}.attn_kv.weight", Attention, |h, _| vec![h.head_dim, h.hidden_size], every).reading(MatrixInput::Attention),
     row("layers.{L}.attn.kv_norm.weight", "blk.{L}.attn_kv_a_norm.weight", Norm, |h, _| vec![h.head_dim], every),
-    row("layers.{L}.attn.wo_a.weight", "blk.{L}.attn_output_a.weight", Attention, |h, _| vec![h.o_groups * h.o_lora_rank, h.num_attention_heads * h.head_dim / h.o_groups], every),
-    row("layers.{L}.attn.wo_b.weight", "blk.{L}.attn_output_b.weight", Attention, |h, _| vec![h.hidden_size, h.o_groups * h.o_lora_rank], every),
+    row("layers.{L}.attn.wo_a.weight", "blk.{L}.attn_output_a.weight", Attention, |h, _| vec![h.o_groups * h.o_lora_rank, h.num_attention_heads * h.head_dim / h.o_groups], every).reading(MatrixInput::Heads),
+    row("layers.{L}.attn.wo_b.weight", "blk.{L}.attn_output_b.weight", Attention, |h, _| vec![h.hidden_size, h.o_groups * h.o_lora_rank], every).reading(MatrixInput::OutputLora),
     row("layers.{L}.attn.compressor.ape", "blk.{L}.attn_compressor_ape.weight", Compressor, |h, k| vec![u64::from(k.ratio), compressor_width(k, h.head_dim)], compressed),
-    row("layers.{L}.attn.compressor.wkv.weight", "blk.{L}.attn_compressor_kv.weight", Compressor, |h, k| vec![compressor_width(k, h.head_dim), h.hidden_size], compressed),
-    row("layers.{L}.attn.compressor.wgate.weight", "blk.{L}.attn_compressor_gate.weight", Compressor, |h, k| vec![compressor_width(k, h.head_dim), h.hidden_size], compressed),
+    row("layers.{L}.attn.compressor.wkv.weight", "blk.{L}.attn_compressor_kv.weight", Compressor, |h, k| vec![compressor_width(k, h.head_dim), h.hidden_size], compressed).reading(MatrixInput::Attention),
+    row("layers.{L}.attn.compressor.wgate.weight", "blk.{L}.attn_compressor_gate.weight", Compressor, |h, k| vec![compressor_width(k, h.head_dim), h.hidden_size], compressed).reading(MatrixInput::Attention),
     row("layers.{L}.attn.compressor.norm.weight", "blk.{L}.attn_compressor_norm.weight", Norm, |h, _| vec![h.head_dim], compressed),
-    row("layers.{L}.attn.indexer.wq_b.weight", "blk.{L}.indexer.attn_q_b.weight", Indexer, |h, _| vec![h.index_n_heads * h.index_head_dim, h.q_lora_rank], indexed),
-    row("layers.{L}.attn.indexer.weights_proj.weight", "blk.{L}.indexer.proj.weight", Indexer, |h, _| vec![h.index_n_heads, h.hidden_size], indexed),
+    row("layers.{L}.attn.indexer.wq_b.weight", "blk.{L}.indexer.attn_q_b.weight", Indexer, |h, _| vec![h.index_n_heads * h.index_head_dim, h.q_lora_rank], indexed).reading(MatrixInput::QueryLora),
+    row("layers.{L}.attn.indexer.weights_proj.weight", "blk.{L}.indexer.proj.weight", Indexer, |h, _| vec![h.index_n_heads, h.hidden_size], indexed).reading(MatrixInput::Attention),
     row("layers.{L}.attn.indexer.compressor.ape", "blk.{L}.indexer_compressor_ape.weight", Indexer, |h, k| vec![u64::from(k.ratio), compressor_width(k, h.index_head_dim)], indexed),
-    row("layers.{L}.attn.indexer.compressor.wkv.weight", "blk.{L}.indexer_compressor_kv.weight", Indexer, |h, k| vec![compressor_width(k, h.index_head_dim), h.hidden_size], indexed),
-    row("layers.{L}.attn.indexer.compressor.wgate.weight", "blk.{L}.indexer_compressor_gate.weight", Indexer, |h, k| vec![compressor_width(k, h.index_head_dim), h.hidden_size], indexed),
+    row("layers.{L}.attn.indexer.compressor.wkv.weight", "blk.{L}.indexer_compressor_kv.weight", Indexer, |h, k| vec![compressor_width(k, h.index_head_dim), h.hidden_size], indexed).reading(MatrixInput::Attention),
+    row("layers.{L}.attn.indexer.compressor.wgate.weight", "blk.{L}.indexer_compressor_gate.weight", Indexer, |h, k| vec![compressor_width(k, h.index_head_dim), h.hidden_size], indexed).reading(MatrixInput::Attention),
     row("layers.{L}.attn.indexer.compressor.norm.weight", "blk.{L}.indexer_compressor_norm.weight", Norm, |h, _| vec![h.index_head_dim], indexed),
     row("layers.{L}.hc_ffn_base", "blk.{L}.hc_ffn_base.weight", Norm, |h, _| vec![mixes(h)], every),
     row("layers.{L}.hc_ffn_fn", "blk.{L}.hc_ffn_fn.weight", HyperConnection, |h, _| vec![mixes(h), h.hc_mult * h.hidden_size], every),
     row("layers.{L}.hc_ffn_scale", "blk.{L}.hc_ffn_scale.weight", Norm, |_, _| vec![3], every),
     row("layers.{L}.ffn_norm.weight", "blk.{L}.ffn_norm.weight", Norm, |h, _| vec![h.hidden_size], every),
-    row("layers.{L}.ffn.gate.weight", "blk.{L}.ffn_gate_inp.weight", Router, |h, _| vec![h.n_routed_experts, h.hidden_size], every),
+    row("layers.{L}.ffn.gate.weight", "blk.{L}.ffn_gate_inp.weight", Router, |h, _| vec![h.n_routed_experts, h.hidden_size], every).reading(MatrixInput::Ffn),
     row("layers.{L}.ffn.gate.bias", "blk.{L}.exp_probs_b.bias", Norm, |h, _| vec![h.n_routed_experts], learned_routing),
     row("layers.{L}.ffn.gate.tid2eid", "blk.{L}.ffn_gate_tid2eid.weight", RoutingTable, |h, _| vec![h.vocab_size, h.num_experts_per_tok], hash_routed),
-    row("layers.{L}.ffn.experts.{E}.w1.weight", "blk.{L}.ffn_gate_exps.weight", RoutedGate, |h, _| vec![h.moe_intermediate_size, h.hidden_size], every),
-    row("layers.{L}.ffn.experts.{E}.w3.weight", "blk.{L}.ffn_up_exps.weight", RoutedUp, |h, _| vec![h.moe_intermediate_size, h.hidden_size], every),
-    row("layers.{L}.ffn.experts.{E}.w2.weight", "blk.{L}.ffn_down_exps.weight", RoutedDown, |h, _| vec![h.hidden_size, h.moe_intermediate_size], every),
-    row("layers.{L}.ffn.shared_experts.w1.weight", "blk.{L}.ffn_gate_shexp.weight", SharedExpert, |h, _| vec![h.n_shared_experts * h.moe_intermediate_size, h.hidden_size], every),
-    row("layers.{L}.ffn.shared_experts.w3.weight", "blk.{L}.ffn_up_shexp.weight", SharedExpert, |h, _| vec![h.n_shared_experts * h.moe_intermediate_size, h.hidden_size], every),
-    row("layers.{L}.ffn.shared_experts.w2.weight", "blk.{L}.ffn_down_shexp.weight", SharedExpert, |h, _| vec![h.hidden_size, h.n_shared_experts * h.moe_intermediate_size], every),
+    row("layers.{L}.ffn.experts.{E}.w1.weight", "blk.{L}.ffn_gate_exps.weight", RoutedGate, |h, _| vec![h.moe_intermediate_size, h.hidden_size], every).reading(MatrixInput::Ffn),
+    row("layers.{L}.ffn.experts.{E}.w3.weight", "blk.{L}.ffn_up_exps.weight", RoutedUp, |h, _| vec![h.moe_intermediate_size, h.hidden_size], every).reading(MatrixInput::Ffn),
+    row("layers.{L}.ffn.experts.{E}.w2.weight", "blk.{L}.ffn_down_exps.weight", RoutedDown, |h, _| vec![h.hidden_size, h.moe_intermediate_size], every).reading(MatrixInput::RoutedMid),
+    row("layers.{L}.ffn.shared_experts.w1.weight", "blk.{L}.ffn_gate_shexp.weight", SharedExpert, |h, _| vec![h.n_shared_experts * h.moe_intermediate_size, h.hidden_size], every).reading(MatrixInput::Ffn),
+    row("layers.{L}.ffn.shared_experts.w3.weight", "blk.{L}.ffn_up_shexp.weight", SharedExpert, |h, _| vec![h.n_shared_experts * h.moe_intermediate_size, h.hidden_size], every).reading(MatrixInput::Ffn),
+    row("layers.{L}.ffn.shared_experts.w2.weight", "blk.{L}.ffn_down_shexp.weight", SharedExpert, |h, _| vec![h.hidden_size, h.n_shared_experts * h.moe_intermediate_size], every).reading(MatrixInput::SharedMid),
 ];
 
 fn read_config(config: &Map<String, Value>) -> Result<HyperParameters, ModelError> {

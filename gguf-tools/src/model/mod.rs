@@ -7,6 +7,7 @@ mod architecture;
 mod deepseek4;
 mod error;
 mod fields;
+mod input;
 mod metadata;
 mod table;
 
@@ -16,6 +17,7 @@ use crate::gguf::Metadata;
 
 pub use architecture::{ARCHITECTURES, Architecture, LayerKind, TensorRow};
 pub use error::{FieldProblem, ModelError};
+pub use input::MatrixInput;
 pub use table::{SourceRole, TensorSpec, TensorTable, expected_tensors};
 
 /// The hyper-parameters of a DeepSeek V4 model, as in its `config.json`.

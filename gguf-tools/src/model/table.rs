@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 
-use super::{Family, HyperParameters, LayerKind, TensorRow};
+use super::{Family, HyperParameters, LayerKind, MatrixInput, TensorRow};
 
 /// One tensor of the GGUF file and where its values come from.
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
@@ -17,6 +17,12 @@ pub struct TensorSpec {
     pub shape: Vec<u64>,
     /// Names in the checkpoint: one, or one for each expert in expert order.
     pub sources: Vec<String>,
+    /// What it is multiplied with, where that is gathered.
+    #[serde(skip)]
+    pub reads: Option<MatrixInput>,
+    /// Groups of rows, each of which reads a part of the input of its own; 1 for all but grouped projections.
+    #[serde(skip)]
+    pub n_groups: usize,
 }
 
 impl TensorSpec {
@@ -89,7 +95,15 @@ fn spec(row: &TensorRow, model: &HyperParameters, layer: Option<u32>, kind: Laye
     } else {
         vec![source]
     };
-    TensorSpec { gguf_name: in_layer(row.gguf), family: row.family, layer, shape, sources }
+    TensorSpec {
+        gguf_name: in_layer(row.gguf),
+        family: row.family,
+        layer,
+        shape,
+        sources,
+        reads: row.reads,
+        n_groups: row.reads.map_or(1, |input| input.n_groups(model)),
+    }
 }
 
 impl TensorTable {

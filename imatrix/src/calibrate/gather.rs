@@ -2,11 +2,14 @@
 
 use std::ops::Range;
 
-use gguf_tools::build::{ExpertMoments, MatrixInput};
+use gguf_tools::build::MatrixMoments;
 use gguf_tools::feedback::{CrossMoments, SecondMoments, Settings, mixed, products, shrunk_to_diagonal};
+use gguf_tools::model::MatrixInput;
 use half::f16;
 use half::slice::HalfFloatSliceExt;
 use runner::observe::{ExpertObservation, Observation, Observer, Site};
+
+use super::dense::squares;
 
 /// Inputs that came to one expert, in the order of the tokens.
 #[derive(Debug, Clone, Default)]
@@ -85,15 +88,15 @@ impl Gathered {
     }
 
     /// Second moments of one expert, mixed as the settings say.
-    pub(super) fn moments(&self, input: MatrixInput, expert: usize, settings: &Settings) -> ExpertMoments {
+    pub(super) fn moments(&self, input: MatrixInput, expert: usize, settings: &Settings) -> MatrixMoments {
         let expert = &self.experts[expert];
         let n_tokens = expert.rows.len();
         let (moments, columns) = match input {
-            MatrixInput::Ffn => (self.input_moments(expert, settings), self.hidden),
-            MatrixInput::Mid => (self.mid_moments(expert, settings), self.inner),
+            MatrixInput::RoutedMid => (self.mid_moments(expert, settings), self.inner),
+            _ => (self.input_moments(expert, settings), self.hidden),
         };
         let diagonal = (0..columns).map(|i| moments[i * columns + i]).collect();
-        ExpertMoments { moments, diagonal, n_tokens, cross: None }
+        MatrixMoments { moments, diagonal, n_tokens, cross: None }
     }
 
     fn input_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
@@ -123,13 +126,13 @@ impl Gathered {
         [gate, up]: [&[f32]; 2],
         limit: f32,
         settings: &Settings,
-    ) -> ExpertMoments {
+    ) -> MatrixMoments {
         let expert = &self.experts[expert];
         let n_tokens = expert.rows.len();
         if n_tokens == 0 {
             let moments = self.mid_moments(expert, settings);
             let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
-            return ExpertMoments { moments, diagonal, n_tokens, cross: None };
+            return MatrixMoments { moments, diagonal, n_tokens, cross: None };
         }
         let mut own = SecondMoments::new(self.inner);
         let (mut cross, mut plain) = (CrossMoments::new(self.inner), CrossMoments::new(self.inner));
@@ -157,7 +160,7 @@ impl Gathered {
         }
         let moments = self.shrunk_mids(own, settings);
         let diagonal = (0..self.inner).map(|i| moments[i * self.inner + i]).collect();
-        ExpertMoments { moments, diagonal, n_tokens, cross: Some((cross.finish(), plain.finish())) }
+        MatrixMoments { moments, diagonal, n_tokens, cross: Some((cross.finish(), plain.finish())) }
     }
 
     /// Mids times route weights of some of an expert's tokens when its gate and up projections are others.
@@ -251,20 +254,17 @@ impl Observer for Gathered {
     }
 
     fn rows(&mut self, observation: Observation<'_>) {
-        let squares = |n: usize| {
-            let width = observation.values.len() / n.max(1);
-            observation.values.chunks_exact(width.max(1)).map(|row| row.iter().map(|v| v * v).sum::<f32>())
-        };
         let n = observation.tokens.len();
+        let squares = || squares(observation.values, n);
         match observation.site {
             Site::FfnInput => {
                 self.base = self.inputs.len() / self.hidden;
                 push_halves(&mut self.inputs, observation.values.iter().copied());
             }
-            Site::FfnPost => self.sensitivities.extend(squares(n)),
+            Site::FfnPost => self.sensitivities.extend(squares()),
             Site::Streams => {
                 let first = self.sensitivities.len() - n;
-                for (sensitivity, square) in self.sensitivities[first..].iter_mut().zip(squares(n)) {
+                for (sensitivity, square) in self.sensitivities[first..].iter_mut().zip(squares()) {
                     *sensitivity /= square.max(f32::MIN_POSITIVE);
                 }
             }

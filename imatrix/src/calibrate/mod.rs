@@ -1,10 +1,11 @@
 //! The layer-major pass over calibration text that gives error feedback its second moments.
 //!
 //! All tokens pass one layer before the next is touched, so that each layer's weights are read once. Of a layer the inputs of its
-//! experts are kept in half precision, and every expert's second moments are formed from them when they are asked for: none is ever
-//! stored. The residual streams before a layer lie in a file beside the output: they are what a killed run goes on from.
+//! experts are kept in half precision, and every expert's second moments are formed from them when they are asked for; those of
+//! dense matrices are summed while the tokens pass. None is ever stored. The residual streams before a layer lie in a file beside the output: they are what a killed run goes on from.
 
 mod dataset;
+mod dense;
 mod gather;
 mod patched;
 mod streams;
@@ -12,8 +13,9 @@ mod streams;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use gguf_tools::build::{Calibration, CalibrationError, ExpertMoments, LayerBytes, MatrixInput};
+use gguf_tools::build::{Calibration, CalibrationError, LayerBytes, MatrixMoments, Wanted};
 use gguf_tools::feedback::Settings;
+use gguf_tools::model::{HyperParameters, MatrixInput};
 use gguf_tools::plan::Plan;
 use runner::observe::{NoObserver, Observer};
 use runner::weights::WeightSource;
@@ -21,6 +23,7 @@ use runner::{Model, Options, RunnerError};
 use sha2::{Digest, Sha256};
 
 pub use dataset::{DatasetError, Document, read_documents};
+use dense::{Both, Dense};
 use gather::Gathered;
 use patched::PatchedSource;
 use streams::{Kept, StreamFile};
@@ -67,6 +70,18 @@ pub trait LayerRunner: Sync {
         streams: Vec<f32>,
         observer: &mut dyn Observer,
     ) -> Result<Vec<f32>, RunnerError>;
+
+    /// Shows an observer what the output matrix reads, from the streams behind the last layer.
+    ///
+    /// # Errors
+    /// If weights cannot be read or something is not finite.
+    fn head_input(
+        &self,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), RunnerError>;
 }
 
 impl LayerRunner for Model {
@@ -92,6 +107,16 @@ impl LayerRunner for Model {
     ) -> Result<Vec<f32>, RunnerError> {
         self.layer_of_texts(layer, first_text, texts, streams, observer)
     }
+
+    fn head_input(
+        &self,
+        first_text: usize,
+        texts: &[&[u32]],
+        streams: Vec<f32>,
+        observer: &mut dyn Observer,
+    ) -> Result<(), RunnerError> {
+        self.head_input_of_texts(first_text, texts, streams, observer)
+    }
 }
 
 /// How calibration is done.
@@ -115,8 +140,10 @@ pub struct LayerPass {
     texts: Vec<Vec<u32>>,
     kept: Kept,
     ready: usize,
-    /// Layer and what was gathered in it.
-    gathered: Option<(usize, Gathered)>,
+    /// What the experts of the layer entered last read.
+    gathered: Option<Gathered>,
+    /// What its dense matrices read.
+    dense: Option<Dense>,
 }
 
 impl LayerPass {
@@ -139,7 +166,7 @@ impl LayerPass {
         let identity = identity_of(identity, &texts, &options);
         let kept = Kept::new(beside, identity, &texts, model.streams_width());
         let ready = kept.ready_layer();
-        Ok(Self { source, model, options, texts, kept, ready, gathered: None })
+        Ok(Self { source, model, options, texts, kept, ready, gathered: None, dense: None })
     }
 
     /// Tokens of all texts.
@@ -148,28 +175,22 @@ impl LayerPass {
     }
 
     /// The most that calibration holds at once besides the build's own buffers, in bytes: inputs of the experts of a layer in half
-    /// precision, the layer's mean second moments, and the streams of a batch.
-    pub fn memory_bytes(
-        n_tokens: u64,
-        hidden: u64,
-        inner: u64,
-        n_used: u64,
-        n_streams: u64,
-        batch: u64,
-    ) -> u64 {
+    /// precision, the layer's mean second moments, those of its dense matrices, and the streams of a batch.
+    pub fn memory_bytes(model: &HyperParameters, n_tokens: u64, wanted: &Wanted, batch: u64) -> u64 {
+        let (hidden, inner) = (model.hidden_size, model.moe_intermediate_size);
+        let n_used = model.num_experts_per_tok;
         let gathered = n_tokens * 2 * (hidden + n_used * inner) + n_tokens * (n_used * 8 + 4);
         // Buffers grow by an eighth.
-        let gathered = gathered + gathered / 8;
-        gathered + 4 * (hidden * hidden + inner * inner) + 4 * 4 * batch * n_streams * hidden
+        let gathered = gathered + gathered / 8 + 4 * (hidden * hidden + inner * inner);
+        let experts = if wanted.experts { gathered } else { 0 };
+        experts + Dense::memory_bytes(&wanted.dense, model, batch) + 4 * 4 * batch * model.hc_mult * hidden
     }
 
-    /// Runs all texts through a layer. `store`: whether the streams behind it are kept as those before the next one.
-    fn run(
+    /// Gives the streams before a layer to `each`, a few texts at a time: number of the first, texts, streams.
+    fn batches(
         &self,
-        model: &dyn LayerRunner,
         layer: usize,
-        observer: &mut dyn Observer,
-        mut store: Option<&mut StreamFile>,
+        mut each: impl FnMut(usize, &[&[u32]], Vec<f32>) -> Result<(), CalibrationError>,
     ) -> Result<(), CalibrationError> {
         let mut reader = self.kept.reader(layer)?;
         let mut first = 0;
@@ -185,13 +206,24 @@ impl LayerPass {
                 Some(reader) => reader.read(n_tokens)?,
                 None => self.model.embed(&texts)?,
             };
-            let streams = model.layer(layer, first, &texts, streams, observer)?;
-            if let Some(store) = &mut store {
-                store.write(&streams)?;
-            }
+            each(first, &texts, streams)?;
             first = end;
         }
         Ok(())
+    }
+
+    /// Runs all texts through a layer. `store`: whether the streams behind it are kept as those before the next one.
+    fn run(
+        &self,
+        model: &dyn LayerRunner,
+        layer: usize,
+        observer: &mut dyn Observer,
+        mut store: Option<&mut StreamFile>,
+    ) -> Result<(), CalibrationError> {
+        self.batches(layer, |first, texts, streams| {
+            let streams = model.layer(layer, first, texts, streams, observer)?;
+            store.as_mut().map_or(Ok(()), |store| store.write(&streams))
+        })
     }
 }
 
@@ -220,27 +252,55 @@ impl Calibration for LayerPass {
         self.ready = 0;
     }
 
-    fn enter(&mut self, layer: usize, wanted: bool) -> Result<(), CalibrationError> {
+    fn enter(&mut self, layer: usize, wanted: &Wanted) -> Result<(), CalibrationError> {
         let h = self.source.hyper_parameters();
         let (hidden, inner) = (h.hidden_size as usize, h.moe_intermediate_size as usize);
-        let mut gathered = Gathered::new(layer, h.n_routed_experts as usize, hidden, inner);
+        let settings = &self.options.settings;
+        let mut gathered =
+            wanted.experts.then(|| Gathered::new(layer, h.n_routed_experts as usize, hidden, inner));
+        let mut dense = (!wanted.dense.is_empty())
+            .then(|| Dense::new(Some(layer), &wanted.dense, h, settings.sensitivity_power));
         let mut behind = match self.options.propagate {
             Propagate::Source => Some(self.kept.writer(layer + 1)?),
             Propagate::Quantized => None,
         };
-        let observer: &mut dyn Observer = if wanted { &mut gathered } else { &mut NoObserver };
-        self.run(self.model.as_ref(), layer, observer, behind.as_mut())?;
+        let (mut nobody, mut nobody_else) = (NoObserver, NoObserver);
+        let mut observer = Both(
+            gathered.as_mut().map_or(&mut nobody as &mut dyn Observer, |gathered| gathered),
+            dense.as_mut().map_or(&mut nobody_else as &mut dyn Observer, |dense| dense),
+        );
+        self.run(self.model.as_ref(), layer, &mut observer, behind.as_mut())?;
         if let Some(behind) = behind {
             Kept::hold(behind)?;
         }
-        gathered.finish(&self.options.settings);
-        self.gathered = Some((layer, gathered));
+        if let Some(gathered) = &mut gathered {
+            gathered.finish(settings);
+        }
+        if let Some(dense) = &mut dense {
+            dense.finish();
+        }
+        (self.gathered, self.dense) = (gathered, dense);
         Ok(())
     }
 
-    fn moments(&self, input: MatrixInput, expert: usize) -> Result<ExpertMoments, CalibrationError> {
-        let (_, gathered) = self.gathered.as_ref().ok_or("no layer was entered")?;
+    fn enter_head(&mut self) -> Result<(), CalibrationError> {
+        let wanted = [MatrixInput::Final].into();
+        let mut dense = Dense::new(None, &wanted, self.source.hyper_parameters(), 0.0);
+        self.batches(self.model.n_layers(), |first, texts, streams| {
+            Ok(self.model.head_input(first, texts, streams, &mut dense)?)
+        })?;
+        dense.finish();
+        self.dense = Some(dense);
+        Ok(())
+    }
+
+    fn moments(&self, input: MatrixInput, expert: usize) -> Result<MatrixMoments, CalibrationError> {
+        let gathered = self.gathered.as_ref().ok_or("no expert's inputs were gathered")?;
         Ok(gathered.moments(input, expert, &self.options.settings))
+    }
+
+    fn dense_moments(&self, input: MatrixInput, group: usize) -> Result<MatrixMoments, CalibrationError> {
+        self.dense.as_ref().ok_or("no dense matrix's inputs were gathered")?.moments(input, group)
     }
 
     fn mid_moments(
@@ -248,14 +308,14 @@ impl Calibration for LayerPass {
         expert: usize,
         gate: &[f32],
         up: &[f32],
-    ) -> Result<ExpertMoments, CalibrationError> {
-        let (_, gathered) = self.gathered.as_ref().ok_or("no layer was entered")?;
+    ) -> Result<MatrixMoments, CalibrationError> {
+        let gathered = self.gathered.as_ref().ok_or("no expert's inputs were gathered")?;
         let limit = self.source.hyper_parameters().swiglu_limit;
         Ok(gathered.changed_mid_moments(expert, [gate, up], limit, &self.options.settings))
     }
 
     fn leave(&mut self, layer: usize, plan: &Plan, bytes: &dyn LayerBytes) -> Result<(), CalibrationError> {
-        self.gathered = None;
+        (self.gathered, self.dense) = (None, None);
         if self.options.propagate == Propagate::Quantized {
             let patched: Arc<dyn WeightSource> =
                 Arc::new(PatchedSource::new(self.source.clone(), layer, plan, bytes)?);
