@@ -211,7 +211,18 @@ impl<B: Backend> Engine<B> {
             batch.push(0, sequence.n_tokens, tokens);
             let places = b.places(&batch.tokens, &batch.positions)?;
             let is_last = part + 1 == n_parts;
-            let row = self.continue_by(&mut sequence.caches, &batch, &places, is_last, &mut pass)?;
+            // Nothing of an empty sequence is overwritten, and a single token overwrites nothing that it needs itself.
+            let keeps = sequence.n_tokens > 0 && tokens.len() > 1;
+            if keeps {
+                let n_tokens = sequence.n_tokens;
+                sequence.caches.iter_mut().flatten().try_for_each(|cache| b.keep(cache, n_tokens))?;
+            }
+            let row = self.continue_by(&mut sequence.caches, &batch, &places, is_last, &mut pass);
+            if row.is_err() && keeps {
+                // If this fails, the device is lost, and the first error says how.
+                let _ = sequence.caches.iter_mut().flatten().try_for_each(|cache| b.return_to_kept(cache));
+            }
+            let row = row?;
             sequence.n_tokens += tokens.len();
             if let Some(row) = row {
                 logits = b.read(&row)?.into_owned();
@@ -303,14 +314,19 @@ impl<B: Backend> Engine<B> {
         network.head(b, &b.rows(&streams, last)?, at, pass).map(Some)
     }
 
-    /// Makes room for `n_tokens` in all.
+    /// Makes room for `n_tokens` in all. Where that fails, some caches have room and all have what they had.
     fn reserve(&self, sequence: &mut Sequence<B>, n_tokens: usize) -> Result<(), RunnerError> {
-        let mut moved = false;
         for cache in sequence.caches.iter_mut().flatten() {
-            moved |= self.backend.reserve(cache, n_tokens)?;
-        }
-        if moved {
-            sequence.step = None;
+            match self.backend.reserve(cache, n_tokens) {
+                Ok(false) => {}
+                // It uses the cache that moved.
+                Ok(true) => sequence.step = None,
+                // It may be what holds memory that is wanted; it is soon recorded again.
+                Err(_) if sequence.step.take().is_some() => {
+                    self.backend.reserve(cache, n_tokens)?;
+                }
+                Err(error) => return Err(error),
+            }
         }
         Ok(())
     }
@@ -328,12 +344,13 @@ impl<B: Backend> Engine<B> {
         saved: &SavedSequence<B>,
     ) -> Result<(), RunnerError> {
         let _turn = self.backend.turn(Work::Batch)?;
-        let mut moved = false;
+        // Where that fails, nothing is overwritten yet.
+        self.reserve(sequence, saved.n_tokens)?;
         for (cache, copy) in sequence.caches.iter_mut().flatten().zip(&saved.caches) {
-            moved |= self.backend.restore_cache(cache, copy, saved.n_tokens)?;
-        }
-        if moved {
-            sequence.step = None;
+            if self.backend.restore_cache(cache, copy, saved.n_tokens)? {
+                // It uses the cache that moved.
+                sequence.step = None;
+            }
         }
         sequence.n_tokens = saved.n_tokens;
         Ok(())

@@ -355,6 +355,15 @@ pub trait Backend: Send + Sync {
         copy: &Self::Cache,
         n_tokens: usize,
     ) -> Result<bool, RunnerError>;
+    /// Keeps what a batch that follows `n_tokens` tokens overwrites, for the case that it fails.
+    fn keep(&self, _cache: &mut Self::Cache, _n_tokens: usize) -> Result<(), RunnerError> {
+        Ok(())
+    }
+    /// Makes the cache what it was at the latest [`Backend::keep`]. Nothing is done where no batch can fail that might
+    /// succeed another time.
+    fn return_to_kept(&self, _cache: &mut Self::Cache) -> Result<(), RunnerError> {
+        Ok(())
+    }
     /// Bytes that the cache takes.
     fn cache_bytes(&self, cache: &Self::Cache) -> usize;
     /// Records what `pass` would do, or runs it, if this backend records nothing. All memory that `pass` takes must

@@ -467,7 +467,9 @@ impl Session<'_> {
     ///
     /// # Errors
     /// If there are no tokens, unknown ones, or more than the context allows (the session is unchanged then);
-    /// or if computing fails (the session is unusable then).
+    /// or if computing fails. Where the memory of a device ran out ([`CudaError::is_about_memory`](crate::cuda::CudaError)),
+    /// the session holds the tokens that [`Session::n_tokens`] counts, which are those before the call or some whole
+    /// batches more, and the rest can be read once there is memory. After any other failure it is unusable.
     pub fn prefill(&mut self, tokens: &[u32]) -> Result<Vec<f32>, RunnerError> {
         self.prefill_observed(tokens, &mut NoObserver)
     }

@@ -135,7 +135,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (source, token_bytes) = arguments.source()?;
     print_memory_plan(source.as_ref(), &options);
     let started = Instant::now();
-    let model = Model::new(&source, options)?;
+    let (model, _) = arguments.compute.open(&source, options)?;
     let load_seconds = started.elapsed().as_secs_f64();
     let contexts = arguments.contexts(model.context_limit())?;
     let prompt = arguments.prompt(&model, contexts.last().copied().unwrap_or_default())?;

@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 use runner::cuda::check::{Check, Group, SelfTest, self_test};
-use runner::cuda::module::compiler_version;
-use runner::cuda::{Gpu, Plan};
+use runner::cuda::module::{Origin, compiler_version};
+use runner::cuda::{CudaError, Device, Kernels, Plan};
 use runner::weights::open_source;
 use serde_json::json;
 
@@ -39,9 +39,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(group) = &arguments.self_test {
         return check(arguments, group);
     }
-    let gpu = Gpu::open(arguments.device)?;
-    let facts = gpu.device.facts();
-    let (free, total) = gpu.device.memory()?;
+    let device = match Device::open(arguments.device) {
+        Ok(device) => device,
+        Err(error) => return report_none(arguments, &error),
+    };
+    let facts = device.facts();
+    let (free, total) = device.memory()?;
+    let kernels = Kernels::load(&device, Origin::Any);
     let plan = arguments.model.as_ref().map(|path| -> anyhow::Result<Plan> {
         Ok(Plan::new(open_source(path)?.as_ref(), &arguments.compute.options()?))
     });
@@ -54,7 +58,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             "multiprocessors": facts.n_multiprocessors,
             "cuda_of_driver": format!("{}.{}", facts.driver / 1000, facts.driver % 1000 / 10),
             "nvrtc": compiler,
-            "kernels": gpu.kernels.origin(),
+            "kernels": kernels.as_ref().ok().map(Kernels::origin),
+            "problem": kernels.as_ref().err().map(ToString::to_string),
             "memory_bytes": { "free": free, "total": total },
             "model": plan.map(|plan| json!({
                 "weights_bytes": plan.weights, "cache_bytes": plan.cache, "cache_tokens": plan.tokens,
@@ -77,7 +82,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         facts.n_multiprocessors,
         facts.driver / 1000,
         facts.driver % 1000 / 10,
-        gpu.kernels.origin(),
+        kernels.map_or_else(|error| format!("none: {error}"), |kernels| kernels.origin()),
         compiler.map_or_else(|| "no NVRTC found".to_owned(), |version| format!("NVRTC {version}")),
         units::bytes(free as u64),
         units::bytes(total as u64),
@@ -95,6 +100,16 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         );
     }
     print(&text)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Says why no device can be used: a finding, not a failure.
+fn report_none(arguments: &Arguments, error: &CudaError) -> anyhow::Result<ExitCode> {
+    if arguments.json {
+        print_json(&json!({ "device": null, "problem": error.to_string() }))?;
+    } else {
+        print(&format!("device       none that can be used: {error}\nbackend      `auto` is the CPU"))?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 

@@ -10,11 +10,10 @@ use gguf_tools::gguf::Gguf;
 use gguf_tools::plan::Recipe;
 use gguf_tools::source::WeightSource as _;
 use gguf_tools::synth::{Shape, SynthOptions, SynthSource};
-use runner::cuda::Plan as MemoryPlan;
-use runner::cuda::driver::{Device, driver_is_present};
+use runner::cuda::{CudaError, Device, Plan as MemoryPlan};
 use runner::tokenizer::Tokenizer;
 use runner::weights::{SyntheticSource, WeightSource, open_source};
-use runner::{ActivationPrecision, Model, Numerics, Options, Processor};
+use runner::{ActivationPrecision, Model, Numerics, Options, Processor, RunnerError};
 
 use super::UsageError;
 use super::arguments::recipe_named;
@@ -38,7 +37,8 @@ pub(super) struct ModelArguments {
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Model")]
 pub(super) struct ComputeArguments {
-    /// What computes: `cuda`, an NVIDIA GPU that holds the whole model, or `cpu`; `auto` takes a GPU if there is one.
+    /// What computes: `cuda`, an NVIDIA GPU that holds the whole model, or `cpu`; `auto` takes a GPU if there is one that
+    /// does, and says why it does not.
     #[arg(long, value_name = "NAME", default_value = "auto", value_parser = ["auto", "cpu", "cuda"])]
     backend: String,
     /// Rounding of activations: `official` as the model was trained, `exact` as a float reference.
@@ -85,32 +85,67 @@ impl ComputeArguments {
 
     pub(super) fn options(&self) -> anyhow::Result<Options> {
         let numerics = Numerics::NAMES.iter().find(|(name, _)| *name == self.numerics);
-        let processor = match &*self.backend {
-            "cuda" => Processor::Cuda(0),
-            "auto" if driver_is_present() && Device::open(0).is_ok() => Processor::Cuda(0),
-            _ => Processor::Cpu,
-        };
-        let plain = Options::default();
-        let fast = if processor == Processor::Cpu { "f32" } else { "mixed" };
-        let activations = self.activations.as_deref().unwrap_or(fast);
-        let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == activations);
-        Ok(Options {
-            processor,
+        let options = Options {
             numerics: numerics.context("the parser admits known modes only")?.1,
-            activations: activations.context("the parser admits known types only")?.1,
             n_threads: self.threads,
             context_limit: self.context,
             check_finite: self.check_finite,
             device_bytes: self.device_bytes()?,
-            // Kernels for many tokens want many, and a GPU that holds the model has room for their queries.
-            attention_tokens: if processor == Processor::Cpu {
-                plain.attention_tokens
-            } else {
-                plain.batch_tokens
+            ..Options::default()
+        };
+        let processor = match &*self.backend {
+            "cuda" => Processor::Cuda(0),
+            "auto" => match Device::open(0) {
+                Ok(_) => Processor::Cuda(0),
+                Err(error) => {
+                    // A machine without a driver is not meant to compute on a GPU: there is nothing to tell.
+                    if !matches!(error, CudaError::NoDriver) {
+                        tell_fallback(&error);
+                    }
+                    Processor::Cpu
+                }
             },
-            ..plain
+            _ => Processor::Cpu,
+        };
+        self.on(processor, options)
+    }
+
+    /// The options with this processor, and what depends on it.
+    fn on(&self, processor: Processor, options: Options) -> anyhow::Result<Options> {
+        let plain = Options::default();
+        let on_cpu = processor == Processor::Cpu;
+        let activations = self.activations.as_deref().unwrap_or(if on_cpu { "f32" } else { "mixed" });
+        let activations = ActivationPrecision::NAMES.iter().find(|(name, _)| *name == activations);
+        Ok(Options {
+            processor,
+            activations: activations.context("the parser admits known types only")?.1,
+            // Kernels for many tokens want many, and a GPU that holds the model has room for their queries.
+            attention_tokens: if on_cpu { plain.attention_tokens } else { plain.batch_tokens },
+            ..options
         })
     }
+
+    /// Opens a model; on the CPU after all if the choice is ours and the device cannot take it. Gives the options that
+    /// serve, too.
+    pub(super) fn open(
+        &self,
+        source: &Arc<dyn WeightSource>,
+        options: Options,
+    ) -> anyhow::Result<(Model, Options)> {
+        match Model::new(source, options.clone()) {
+            Err(RunnerError::Cuda(error)) if self.backend == "auto" && error.is_refusal() => {
+                tell_fallback(&error);
+                let options = self.on(Processor::Cpu, options)?;
+                Ok((Model::new(source, options.clone())?, options))
+            }
+            model => Ok((model?, options)),
+        }
+    }
+}
+
+/// Says why a device is not used that the user may count on.
+fn tell_fallback(error: &CudaError) {
+    eprintln!("computing on the CPU: {error}");
 }
 
 /// A model without a file, in place of one.
@@ -179,7 +214,7 @@ impl ModelArguments {
         let options = self.steering.add_to(self.compute.options()?, &self.model)?;
         let source = open_source(&self.model)?;
         print_memory_plan(source.as_ref(), &options);
-        Ok(Model::new(&source, options)?)
+        Ok(self.compute.open(&source, options)?.0)
     }
 
     pub(super) fn path(&self) -> &Path {

@@ -142,7 +142,9 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         write!(out, "{}", stream.push(&tokenizer.token_bytes(token)))?;
         out.flush()?;
         if generated.len() < arguments.tokens {
-            logits = session.prefill_observed(&[token], observer(&mut tracing, &mut NoObserver))?;
+            let next = session.prefill_observed(&[token], observer(&mut tracing, &mut NoObserver));
+            // What was written so far stays readable, apart from the error.
+            logits = next.inspect_err(|_| drop(writeln!(out, "{}", std::mem::take(&mut stream).finish())))?;
         }
     }
     writeln!(out, "{}", stream.finish())?;

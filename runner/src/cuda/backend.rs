@@ -14,7 +14,7 @@ use super::loading::Loading;
 use super::matrix::{Matrix, Pass, Workspace};
 use super::module::Gpu;
 use super::plan::halved_rows;
-use super::pool::{Pool, PoolBuffer};
+use super::pool::{InUse, Pool, PoolBuffer};
 use crate::error::RunnerError;
 use crate::ops::{ActivationPrecision, MatrixPlace, RowPlaces};
 use crate::session::Options;
@@ -41,7 +41,8 @@ pub struct CudaBackend {
     pub(super) loading: Mutex<Option<Loading>>,
 }
 
-/// Memory for matrix products. Recorded passes hold the addresses of earlier ones, so none is ever given back.
+/// Memory for matrix products. Recorded passes hold the addresses of earlier ones, so none is given back while there are any
+/// and memory does not run out.
 struct Workspaces {
     now: Workspace,
     n_bytes: usize,
@@ -108,6 +109,7 @@ pub struct CudaRouting {
 pub struct CudaRecording {
     pub(super) graph: Graph,
     pub(super) result: CudaTensor,
+    pub(super) _memory: InUse,
 }
 
 /// Threads of a block that works on a row of `width` values. Sums depend on it, so it depends on the width alone.
@@ -139,7 +141,7 @@ impl CudaBackend {
         check_shapes(h)?;
         let gpu = Gpu::open(ordinal)?;
         super::plan::Plan::new(source.as_ref(), options).check(&gpu, options.device_bytes)?;
-        let kept = Pool::new(&gpu.device);
+        let (kept, pool) = Pool::both(&gpu.device);
         let most_rows = options.attention_tokens.min(options.batch_tokens);
         let storage = Storage {
             halves: halved_rows(options),
@@ -152,7 +154,7 @@ impl CudaBackend {
         Ok(Self {
             staging,
             counting,
-            pool: Pool::new(&gpu.device),
+            pool,
             kept,
             storage,
             activations: options.activations,
@@ -227,7 +229,17 @@ impl CudaBackend {
         let mut workspaces = self.workspaces.lock().unwrap_or_else(PoisonError::into_inner);
         if n_bytes > workspaces.n_bytes {
             let n_bytes = n_bytes.next_power_of_two().max(1 << 20);
-            let earlier = std::mem::replace(&mut workspaces.now, Workspace::new(&self.gpu, n_bytes)?);
+            let new = match Workspace::new(&self.gpu, n_bytes) {
+                Err(CudaError::OutOfMemory { .. }) => {
+                    if self.pool.is_free() {
+                        workspaces.earlier.clear();
+                    }
+                    self.pool.give_back()?;
+                    Workspace::new(&self.gpu, n_bytes)?
+                }
+                new => new?,
+            };
+            let earlier = std::mem::replace(&mut workspaces.now, new);
             workspaces.earlier.push(earlier);
             workspaces.n_bytes = n_bytes;
         }
@@ -332,10 +344,7 @@ const WIDENED_VALUES: usize = 16 << 20;
 
 /// Refuses shapes that the kernels are not made for.
 fn check_shapes(h: &HyperParameters) -> Result<(), RunnerError> {
-    let wrong = |what: &str, found: u64, expected: &str| {
-        let (what, expected) = (format!("{what} of the model on a CUDA device"), expected.to_owned());
-        Err(CudaError::Shape { what, found: found.to_string(), expected }.into())
-    };
+    let wrong = |what, found, expected| Err(CudaError::Unsuitable { what, found, expected }.into());
     if ![64, 128, 256, 512].contains(&h.head_dim) {
         return wrong("head_dim", h.head_dim, "64, 128, 256 or 512");
     }

@@ -4,6 +4,8 @@
 //! is appended before its first query is attended to. Compressed rows grow geometrically. Rows are `f16` where rounding
 //! has made them coarser anyway ([`crate::Numerics::Official`]), otherwise `f32`.
 
+use std::ops::Range;
+
 use super::driver::Device;
 use super::error::CudaError;
 use super::pool::{Pool, PoolBuffer};
@@ -45,9 +47,23 @@ impl Rows {
 
     /// Copies the first `n` values of `from`, which stores them the same way.
     fn copy_from(&mut self, device: &Device, from: &Self, n: usize) -> Result<(), CudaError> {
+        self.copy_range(device, 0, from, 0..n)
+    }
+
+    /// Copies some values of `from`, which stores them the same way, to those from `first` on.
+    fn copy_range(
+        &mut self,
+        device: &Device,
+        first: usize,
+        from: &Self,
+        range: Range<usize>,
+    ) -> Result<(), CudaError> {
+        let to_range = first..first + range.len();
         match (self, from) {
-            (Self::Half(to), Self::Half(from)) => device.copy(from.slice(0..n), &mut to.slice_mut(0..n)),
-            (Self::Float(to), Self::Float(from)) => device.copy(from.slice(0..n), &mut to.slice_mut(0..n)),
+            (Self::Half(to), Self::Half(from)) => device.copy(from.slice(range), &mut to.slice_mut(to_range)),
+            (Self::Float(to), Self::Float(from)) => {
+                device.copy(from.slice(range), &mut to.slice_mut(to_range))
+            }
             _ => unreachable!("all caches of a backend store alike"),
         }
     }
@@ -88,6 +104,10 @@ impl CompressorStore {
         self.values.n_bytes() + self.gates.n_bytes() + self.rows.n_bytes()
     }
 
+    fn state(&self) -> [&PoolBuffer<f32>; 2] {
+        [&self.values, &self.gates]
+    }
+
     fn copy_from(&mut self, device: &Device, from: &Self, n_rows: usize) -> Result<(), CudaError> {
         device.copy(from.values.view(), &mut self.values.view_mut())?;
         device.copy(from.gates.view(), &mut self.gates.view_mut())?;
@@ -114,6 +134,16 @@ impl Stores {
     }
 }
 
+/// What a batch overwrites though its own tokens need it: the window before it, and states of compressors. Compressed rows
+/// are only added.
+struct Kept {
+    n_tokens: usize,
+    /// Rows of the window, the oldest first.
+    window: Rows,
+    /// Of [`CompressorStore::state`] of all compressors.
+    states: Vec<PoolBuffer<f32>>,
+}
+
 /// How caches of a backend store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Storage {
@@ -130,16 +160,20 @@ pub struct CudaCache {
     capacity: usize,
     /// None before the first token.
     stores: Option<Stores>,
+    /// None before the first batch that continues a sequence.
+    kept: Option<Kept>,
 }
 
 impl CudaCache {
     pub(super) fn new(shape: CacheShape) -> Self {
-        Self { shape, capacity: 0, stores: None }
+        Self { shape, capacity: 0, stores: None, kept: None }
     }
 
     pub(super) fn n_bytes(&self) -> usize {
         self.stores.as_ref().map_or(0, |stores| {
             stores.window.n_bytes() + stores.compressors().map(CompressorStore::n_bytes).sum::<usize>()
+        }) + self.kept.as_ref().map_or(0, |kept| {
+            kept.window.n_bytes() + kept.states.iter().map(PoolBuffer::n_bytes).sum::<usize>()
         })
     }
 
@@ -216,6 +250,59 @@ impl CudaCache {
         Ok(moved)
     }
 
+    /// Keeps what a batch behind `n_tokens` tokens overwrites.
+    pub(super) fn keep(
+        &mut self,
+        device: &Device,
+        pool: &Pool,
+        storage: Storage,
+        n_tokens: usize,
+    ) -> Result<(), CudaError> {
+        let CacheShape { head_dim, window, .. } = self.shape;
+        let Some(stores) = &self.stores else { return Ok(()) };
+        let kept = match &mut self.kept {
+            Some(kept) => kept,
+            none => {
+                let what = "what a batch overwrites of a cache";
+                let states = stores.compressors().flat_map(CompressorStore::state);
+                none.insert(Kept {
+                    n_tokens,
+                    window: Rows::new(pool, storage.halves, window * head_dim)?,
+                    states: states.map(|state| pool.take(state.len(), what)).collect::<Result<_, _>>()?,
+                })
+            }
+        };
+        kept.n_tokens = n_tokens;
+        for (slots, first) in window_slots(n_tokens, window, storage.ring_slots) {
+            let values = slots.start * head_dim..slots.end * head_dim;
+            kept.window.copy_range(device, first * head_dim, &stores.window, values)?;
+        }
+        let states = stores.compressors().flat_map(CompressorStore::state);
+        for (state, kept) in states.zip(&mut kept.states) {
+            device.copy(state.view(), &mut kept.view_mut())?;
+        }
+        Ok(())
+    }
+
+    /// Makes the cache what it was at the latest [`CudaCache::keep`].
+    pub(super) fn return_to_kept(&mut self, device: &Device, storage: Storage) -> Result<(), CudaError> {
+        let CacheShape { head_dim, window, .. } = self.shape;
+        let (Some(stores), Some(kept)) = (&mut self.stores, &self.kept) else { return Ok(()) };
+        for (slots, first) in window_slots(kept.n_tokens, window, storage.ring_slots) {
+            let values = first * head_dim..(first + slots.len()) * head_dim;
+            stores.window.copy_range(device, slots.start * head_dim, &kept.window, values)?;
+        }
+        let states = stores
+            .attention
+            .iter_mut()
+            .chain(&mut stores.indexer)
+            .flat_map(|store| [&mut store.values, &mut store.gates]);
+        for (state, kept) in states.zip(&kept.states) {
+            device.copy(kept.view(), &mut state.view_mut())?;
+        }
+        Ok(())
+    }
+
     /// # Panics
     /// If no room was reserved.
     pub(super) fn stores(&self) -> &Stores {
@@ -247,6 +334,21 @@ impl CudaCache {
     }
 }
 
+/// Slots of the ring with the latest `window` of `n_tokens` tokens in at most two pieces, the oldest first, each with the
+/// number of its first token among them.
+fn window_slots(
+    n_tokens: usize,
+    window: usize,
+    ring_slots: usize,
+) -> impl Iterator<Item = (Range<usize>, usize)> {
+    let n = n_tokens.min(window);
+    let first = (n_tokens - n) % ring_slots;
+    let n_first = n.min(ring_slots - first);
+    [(first..first + n_first, 0), (0..n - n_first, n_first)]
+        .into_iter()
+        .filter(|(slots, _)| !slots.is_empty())
+}
+
 /// Copies the window's ring and the first compressed rows.
 fn copy_stores(
     device: &Device,
@@ -260,4 +362,24 @@ fn copy_stores(
         to.copy_from(device, from, n_rows.min(from.capacity))?;
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::window_slots;
+
+    #[test]
+    fn slots_of_the_window_are_those_of_its_tokens() {
+        for n_tokens in 0..100_usize {
+            let found: Vec<usize> = window_slots(n_tokens, 8, 32).flat_map(|(slots, _)| slots).collect();
+            let expected: Vec<usize> =
+                (n_tokens.saturating_sub(8)..n_tokens).map(|token| token % 32).collect();
+            assert_eq!(found, expected, "{n_tokens}");
+            let mut next = 0;
+            for (slots, first) in window_slots(n_tokens, 8, 32) {
+                assert_eq!(first, next);
+                next += slots.len();
+            }
+        }
+    }
 }

@@ -19,6 +19,25 @@ pub enum CudaError {
         /// The least that works.
         needed: i32,
     },
+    /// The library is not what its version says.
+    #[error(
+        "the NVIDIA driver library lacks {n_missing} functions that are needed, first `{first}`; \
+         install driver 580 or newer, or use `--backend cpu`"
+    )]
+    MissingFunctions {
+        /// How many are absent.
+        n_missing: usize,
+        /// The first of them.
+        first: String,
+    },
+    /// The driver is there and does not work.
+    #[error("the NVIDIA driver does not start: {problem}; {advice}, or use `--backend cpu`")]
+    NotStarted {
+        /// The driver's name of the error and what it means.
+        problem: String,
+        /// What helps.
+        advice: &'static str,
+    },
     /// There is no such device.
     #[error(
         "CUDA device {wanted} does not exist; the driver sees {found} (see CUDA_VISIBLE_DEVICES), \
@@ -43,7 +62,7 @@ pub enum CudaError {
     },
     /// Memory ran out.
     #[error(
-        "{name} is out of memory: {what} needs {wanted} bytes, {free} of {total} bytes are free; \
+        "{name} is out of memory: {wanted} bytes are wanted for {what}, {free} of {total} bytes are free; \
          close other programs that use the device, or ask for a shorter context"
     )]
     OutOfMemory {
@@ -57,6 +76,27 @@ pub enum CudaError {
         free: usize,
         /// All bytes of the device.
         total: usize,
+    },
+    /// Memory ran out in a call that asks for no number of bytes.
+    #[error(
+        "{what} failed: the device is out of memory; \
+         close other programs that use the device, or ask for a shorter context"
+    )]
+    Exhausted {
+        /// Which step, with the kernel's name if it was one.
+        what: String,
+    },
+    /// The device is lost to this process: all it held is gone, and every later call fails.
+    #[error(
+        "{what} failed: {problem}; the device is lost to this run: start the program again. If that does not help, \
+         lines with `Xid` in `dmesg` name the cause; reset the device (`nvidia-smi --gpu-reset`) or restart the \
+         machine, or use `--backend cpu`"
+    )]
+    Lost {
+        /// Which step noticed it, with the kernel's name if it was one. The cause may be any step before.
+        what: String,
+        /// The driver's name of the error and what it means.
+        problem: String,
     },
     /// The model does not fit.
     #[error(
@@ -108,6 +148,16 @@ pub enum CudaError {
         /// What was tried.
         problem: String,
     },
+    /// The kernels are not made for a model of this shape.
+    #[error("{what} is {found}; the kernels for CUDA devices are made for {expected}: use `--backend cpu`")]
+    Unsuitable {
+        /// Which number of the model.
+        what: &'static str,
+        /// As given.
+        found: u64,
+        /// As needed.
+        expected: &'static str,
+    },
     /// Sizes that do not belong together.
     #[error("{what}: found {found}, expected {expected}")]
     Shape {
@@ -118,6 +168,30 @@ pub enum CudaError {
         /// As needed.
         expected: String,
     },
+}
+
+impl CudaError {
+    /// Whether the device cannot be used for this model at all, which is known before anything is loaded: another
+    /// processor may do.
+    pub fn is_refusal(&self) -> bool {
+        matches!(
+            self,
+            Self::NoDriver
+                | Self::OldDriver { .. }
+                | Self::MissingFunctions { .. }
+                | Self::NotStarted { .. }
+                | Self::NoDevice { .. }
+                | Self::OldDevice { .. }
+                | Self::TooLarge { .. }
+                | Self::NoKernels { .. }
+                | Self::Unsuitable { .. }
+        )
+    }
+
+    /// Whether memory ran out: what was under way is lost, and everything else goes on.
+    pub fn is_about_memory(&self) -> bool {
+        matches!(self, Self::OutOfMemory { .. } | Self::Exhausted { .. })
+    }
 }
 
 #[cfg(test)]
@@ -138,8 +212,13 @@ mod tests {
             total: 9_000,
         }
         .to_string();
+        let missing = CudaError::MissingFunctions { n_missing: 3, first: "cuInit".into() }.to_string();
+        let lost = CudaError::Lost { what: "kernel `a`".into(), problem: "CUDA_ERROR_LAUNCH_FAILED".into() };
+        let lost = lost.to_string();
         for (text, parts) in [
-            (&old, &["12.4", "13.0", "update the driver"][..]),
+            (&missing, &["3 functions", "`cuInit`", "driver 580"][..]),
+            (&lost, &["kernel `a`", "CUDA_ERROR_LAUNCH_FAILED", "start the program again", "Xid"]),
+            (&old, &["12.4", "13.0", "update the driver"]),
             (&chip, &["NVIDIA A100", "8.0", "9.0"]),
             (&absent, &["device 1", "sees 0", "CUDA_VISIBLE_DEVICES"]),
             (&CudaError::NoDriver.to_string(), &["libcuda.so.1", "install the driver"]),
@@ -148,7 +227,7 @@ mod tests {
             let missing: Vec<_> = parts.iter().filter(|part| !text.contains(**part)).collect();
             assert!(missing.is_empty(), "{text} lacks {missing:?}");
         }
-        for text in [old, chip, absent, CudaError::NoDriver.to_string()] {
+        for text in [old, chip, absent, missing, lost, CudaError::NoDriver.to_string()] {
             assert!(text.contains("--backend cpu"), "{text}");
         }
     }

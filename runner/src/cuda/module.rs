@@ -340,16 +340,16 @@ impl Kernels {
         } else {
             embedded(device)
         };
-        let (images, from) = match (images, origin) {
+        let compiled = images.and_then(|images| load_all(device, &images));
+        let (modules, from) = match (compiled, origin) {
+            // The device itself fails.
+            (Err(error @ (CudaError::Lost { .. } | CudaError::Exhausted { .. })), _) => return Err(error),
             (Err(refused), Origin::Any) if compiler.is_some() => {
-                (embedded(device).map_err(|none| also(none, &refused))?, None)
+                let modules = embedded(device).and_then(|images| load_all(device, &images));
+                (modules.map_err(|error| no_kernels(device, error, Some(&refused)))?, None)
             }
-            (images, _) => (images?, compiler),
+            (modules, _) => (modules.map_err(|error| no_kernels(device, error, None))?, compiler),
         };
-        let mut modules = HashMap::new();
-        for (unit, image) in UNITS.iter().zip(images) {
-            modules.insert(unit.name, device.load_module(unit.name, &image)?);
-        }
         let origin = from.map_or_else(
             || format!("embedded PTX ({PTX_TARGET}), finished by the driver"),
             |(major, minor)| format!("compiled by NVRTC {major}.{minor}"),
@@ -390,14 +390,21 @@ impl Kernels {
     }
 }
 
-/// The second reason why there are no kernels.
-fn also(error: CudaError, refused: &CudaError) -> CudaError {
-    match error {
-        CudaError::NoKernels { capability, problem } => {
-            CudaError::NoKernels { capability, problem: format!("{problem}, and {refused}") }
-        }
-        error => error,
-    }
+/// Loads an image of every unit.
+fn load_all(device: &Device, images: &[Vec<u8>]) -> Result<HashMap<&'static str, Module>, CudaError> {
+    let load = |(unit, image): (&Unit, &Vec<u8>)| Ok((unit.name, device.load_module(unit.name, image)?));
+    UNITS.iter().zip(images).map(load).collect()
+}
+
+/// Why there are no kernels, and why there were none of another origin before.
+fn no_kernels(device: &Device, error: CudaError, before: Option<&CudaError>) -> CudaError {
+    let problem = match error {
+        CudaError::NoKernels { problem, .. } => problem,
+        CudaError::Driver { .. } | CudaError::Compile { .. } => error.to_string(),
+        error => return error,
+    };
+    let also = before.map(|before| format!(", and {before}")).unwrap_or_default();
+    CudaError::NoKernels { capability: device.facts().capability, problem: problem + &also }
 }
 
 fn target(device: &Device) -> String {

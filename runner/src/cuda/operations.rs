@@ -44,6 +44,8 @@ impl Backend for CudaBackend {
         // Who computes has loaded.
         self.loading.lock().unwrap_or_else(PoisonError::into_inner).take();
         self.single_tokens.store(work == Work::Token, Ordering::Relaxed);
+        // A pass that failed may have left two streams apart.
+        self.together()?;
         Ok(Some(turn))
     }
 
@@ -122,6 +124,14 @@ impl Backend for CudaBackend {
         Ok(cache.restore(&self.gpu.device, &self.kept, self.storage, copy, n_tokens)?)
     }
 
+    fn keep(&self, cache: &mut CudaCache, n_tokens: usize) -> Result<(), RunnerError> {
+        Ok(cache.keep(&self.gpu.device, &self.kept, self.storage, n_tokens)?)
+    }
+
+    fn return_to_kept(&self, cache: &mut CudaCache) -> Result<(), RunnerError> {
+        Ok(cache.return_to_kept(&self.gpu.device, self.storage)?)
+    }
+
     fn cache_bytes(&self, cache: &CudaCache) -> usize {
         cache.n_bytes()
     }
@@ -137,8 +147,18 @@ impl Backend for CudaBackend {
             Ok::<(), RunnerError>(())
         });
         self.pool.set_closed(false);
-        let graph = graph?;
-        Ok(Recorded::Kept(CudaRecording { graph, result: result.expect("the pass was recorded") }))
+        match graph {
+            Ok(graph) => {
+                let result = result.expect("the pass was recorded");
+                Ok(Recorded::Kept(CudaRecording { graph, result, _memory: self.pool.in_use() }))
+            }
+            // Memory of the pass before was given back since, or there is none for the graph: nothing was run yet.
+            Err(RunnerError::Cuda(error)) if error.is_about_memory() => {
+                self.together()?;
+                Ok(Recorded::Ran(pass()?))
+            }
+            Err(error) => Err(error),
+        }
     }
 
     fn repeat<'a>(&self, recording: &'a CudaRecording) -> Result<&'a CudaTensor, RunnerError> {

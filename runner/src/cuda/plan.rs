@@ -56,14 +56,16 @@ impl Plan {
             .fold(0, u64::saturating_add);
         let value_bytes = if halved_rows(options) { 2 } else { 4 };
         let tokens = options.context_limit.map_or(PLANNED_TOKENS, |n| n as u64);
-        let ring = (h.sliding_window + options.attention_tokens as u64).next_power_of_two() * h.head_dim;
+        // The window once more, and states twice: what a batch that fails has overwritten.
+        let ring = (h.sliding_window + options.attention_tokens as u64).next_power_of_two() * h.head_dim
+            + h.sliding_window * h.head_dim;
         let cache = (0..h.num_hidden_layers as u32)
             .map(|layer| match u64::from(h.compress_ratio(layer)) {
                 0 => ring * value_bytes,
                 ratio => {
                     let doubled = if ratio == 4 { 2 } else { 1 };
                     let widths = h.head_dim + if ratio == 4 { h.index_head_dim } else { 0 };
-                    let state = 2 * doubled * doubled * ratio * widths * 4;
+                    let state = 2 * 2 * doubled * doubled * ratio * widths * 4;
                     (ring + tokens / ratio * widths) * value_bytes + state
                 }
             })
@@ -83,6 +85,8 @@ impl Plan {
 
     /// Refuses what does not fit, with the arithmetic. `budget`: what the caller allows at most.
     pub(super) fn check(&self, gpu: &Gpu, budget: Option<u64>) -> Result<(), CudaError> {
+        // What another model of this process has given back counts as free.
+        gpu.device.trim()?;
         let (free, total) = gpu.device.memory()?;
         let host = if gpu.device.facts().integrated { host_memory() } else { None };
         let (room, why) = room(budget, free as u64, host);

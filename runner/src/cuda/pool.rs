@@ -2,12 +2,14 @@
 //!
 //! Work is on one stream, so memory may be handed out again as soon as its last user was queued; while some runs
 //! beside it on another, what is given back is held.
-//! Nothing is given back to the driver before the pool is dropped: recorded graphs hold addresses of free memory,
-//! which they write before they read it. What must keep its content between passes (caches) has a pool of its own.
+//! What must keep its content between passes (caches) has a pool of its own.
+//!
+//! Only where memory runs out is any of it given back to the driver: all that waits in the pool of what is kept, and, if
+//! there is no recorded graph, in the other: graphs hold addresses of free memory, which they write before they read it.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use bytemuck::Pod;
@@ -61,6 +63,23 @@ pooled!(f32 => floats, held_floats; u32 => integers, held_integers; u16 => halve
 pub(super) struct Pool {
     device: Device,
     lists: Arc<Lists>,
+    both: Arc<Both>,
+}
+
+/// The pools of a device.
+struct Both {
+    kept: Arc<Lists>,
+    passing: Arc<Lists>,
+    n_recordings: AtomicUsize,
+}
+
+/// While it lives, a recorded graph may write to memory that waits.
+pub(super) struct InUse(Arc<Both>);
+
+impl Drop for InUse {
+    fn drop(&mut self) {
+        self.0.n_recordings.fetch_sub(1, Ordering::Relaxed);
+    }
 }
 
 /// Memory from a [`Pool`], given back when dropped. Its content is undefined at first.
@@ -78,10 +97,49 @@ fn size_class(len: usize) -> usize {
     len.div_ceil(step) * step
 }
 
+impl Lists {
+    /// Gives what waits back to the driver.
+    fn clear(&self) {
+        fn clear<T: Pooled>(lists: &Lists) {
+            T::list(lists).lock().unwrap_or_else(PoisonError::into_inner).clear();
+        }
+        clear::<f32>(self);
+        clear::<u32>(self);
+        clear::<u16>(self);
+    }
+}
+
 impl Pool {
-    /// An empty pool.
-    pub(super) fn new(device: &Device) -> Self {
-        Self { device: device.clone(), lists: Arc::default() }
+    /// Empty pools: for what is kept between passes, and for what is used within one.
+    pub(super) fn both(device: &Device) -> (Self, Self) {
+        let both = Both { kept: Arc::default(), passing: Arc::default(), n_recordings: AtomicUsize::new(0) };
+        let both = Arc::new(both);
+        let pool =
+            |lists: &Arc<Lists>| Self { device: device.clone(), lists: lists.clone(), both: both.clone() };
+        (pool(&both.kept), pool(&both.passing))
+    }
+
+    /// To be held as long as a recorded graph.
+    pub(super) fn in_use(&self) -> InUse {
+        self.both.n_recordings.fetch_add(1, Ordering::Relaxed);
+        InUse(Arc::clone(&self.both))
+    }
+
+    /// Whether no graph is recorded.
+    pub(super) fn is_free(&self) -> bool {
+        self.both.n_recordings.load(Ordering::Relaxed) == 0
+    }
+
+    /// Gives what waits in the pools back to the system, as far as no graph uses it.
+    ///
+    /// # Errors
+    /// If queued work failed.
+    pub(super) fn give_back(&self) -> Result<(), CudaError> {
+        self.both.kept.clear();
+        if self.is_free() {
+            self.both.passing.clear();
+        }
+        self.device.trim()
     }
 
     /// Whether new memory may be allocated from now on: not while a graph is recorded.
@@ -125,12 +183,17 @@ impl Pool {
         let buffer = match waiting {
             Some(buffer) => buffer,
             None if self.lists.closed.load(Ordering::Relaxed) => {
-                return Err(CudaError::Driver {
+                return Err(CudaError::Exhausted {
                     what: format!("recording a pass that needs memory for {what}"),
-                    problem: format!("no pass before it took {class} values"),
                 });
             }
-            None => self.device.alloc(class, what)?,
+            None => match self.device.alloc(class, what) {
+                Err(CudaError::OutOfMemory { .. }) => {
+                    self.give_back()?;
+                    self.device.alloc(class, what)?
+                }
+                buffer => buffer?,
+            },
         };
         Ok(PoolBuffer { buffer: Some(buffer), len, lists: self.lists.clone() })
     }

@@ -9,7 +9,8 @@ use clap::Args;
 use gguf_tools::gguf::Gguf;
 use imatrix::collect::{CollectOptions, CollectStep, Collected, DownInput, collect, fingerprint};
 use imatrix::dataset::{Dataset, Limits, prompts};
-use runner::{Model, Options};
+use runner::Options;
+use runner::weights::open_source;
 use serde_json::json;
 
 use super::super::model::{ComputeArguments, tokenizer};
@@ -88,7 +89,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         return Err(UsageError("--ctx: a prompt needs at least 2 tokens".to_owned()).into());
     }
     let options = Options { batch_tokens: arguments.batch_tokens as usize, ..arguments.compute.options()? };
-    let model = Model::open(&arguments.model, options)?;
+    let (model, _) = arguments.compute.open(&open_source(&arguments.model)?, options)?;
     let context = asked.unwrap_or_else(|| DEFAULT_CONTEXT.min(model.context_limit()));
     let limits = Limits {
         context,

@@ -8,6 +8,7 @@ use quality_testing::base_cache::Identity;
 use quality_testing::report::{KLD_SCHEMA, KldReport, KldRow, ModelFacts, file_name};
 use quality_testing::{Base, Comparison, Interval};
 use runner::Model;
+use runner::weights::open_source;
 
 use super::super::model::{ComputeArguments, sequences, tokenizer};
 use super::super::steering::SteeringArguments;
@@ -56,7 +57,8 @@ pub(super) struct Arguments {
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let texts = texts(arguments)?;
     let options = arguments.compute.options()?;
-    let base_model = Model::open(&arguments.base, options.clone())?;
+    // What the base is computed on, the others are, too.
+    let (base_model, options) = arguments.compute.open(&open_source(&arguments.base)?, options)?;
     let facts = ModelFacts::of(&arguments.base, &base_model.provenance())?;
     let identity = Identity::new(&base_model, &texts, facts.checkpoint.clone(), facts.fingerprint.clone());
     let base = base(arguments, &base_model, texts, &identity)?;
@@ -70,7 +72,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     });
     drop(base_model);
     for path in &arguments.models {
-        let model = Model::open(path, arguments.steering.add_to(options.clone(), path)?)?;
+        let options = arguments.steering.add_to(options.clone(), path)?;
+        let (model, _) = arguments.compute.open(&open_source(path)?, options)?;
         let comparison = base.compare(&model)?;
         let before = rows.last().filter(|row| row.comparison.n_positions == comparison.n_positions);
         rows.push(KldRow {

@@ -11,6 +11,7 @@ use quality_testing::label;
 use quality_testing::report::{CaseFacts, ModelFacts, RUN_SCHEMA, RunReport, Summary, file_name};
 use quality_testing::scoring::{CaseScore, Prepared, Vocabulary, prepare, score};
 use quality_testing::table;
+use runner::weights::open_source;
 use runner::{Model, RunnerError};
 use serde::Serialize;
 
@@ -92,7 +93,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let mut options = arguments.compute.options()?;
     options.context_limit = arguments.limit.or(options.context_limit);
     let tokenizer = tokenizer(&arguments.model)?;
-    let model = Model::open(&arguments.model, arguments.steering.add_to(options, &arguments.model)?)?;
+    let options = arguments.steering.add_to(options, &arguments.model)?;
+    let (model, _) = arguments.compute.open(&open_source(&arguments.model)?, options)?;
     let vocabulary = Vocabulary::new(&tokenizer);
     let prepared = prepare(&set.cases, &tokenizer, &vocabulary, model.context_limit())?;
     let facts = ModelFacts::of(&arguments.model, &model.provenance())?;

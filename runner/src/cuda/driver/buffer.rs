@@ -10,7 +10,7 @@ use cudarc::driver::sys;
 
 use super::super::error::CudaError;
 use super::stream::{Context, bind};
-use super::{Device, step};
+use super::{Device, describe, step};
 
 impl Device {
     /// Memory of `len` values with undefined content. `what` names it in errors.
@@ -24,17 +24,22 @@ impl Device {
             found: format!("{len} values"),
             expected: "a size that can be addressed".to_owned(),
         })?;
+        let out_of_memory = Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY));
         // SAFETY: the stream lives as long as the buffer, which holds the device; empty buffers get one byte.
-        let pointer = unsafe { result::malloc_async(self.stream.now(), bytes.max(1)) };
-        match pointer {
-            Ok(pointer) => Ok(DeviceBuffer { pointer, len, device: self.clone(), values: PhantomData }),
-            Err(DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) => {
-                let (free, total) = self.memory()?;
-                let (name, what) = (self.facts.name.clone(), what.to_owned());
-                Err(CudaError::OutOfMemory { name, what, wanted: bytes, free, total })
-            }
-            error => step(what, error).map(|_| unreachable!("only errors come here")),
+        let take = || unsafe { result::malloc_async(self.stream.now(), bytes.max(1)) };
+        let mut pointer = take();
+        if pointer == out_of_memory {
+            // What was freed and kept in pieces may do as a whole.
+            self.trim()?;
+            pointer = take();
         }
+        if pointer == out_of_memory {
+            let (free, total) = self.memory()?;
+            let (name, what) = (self.facts.name.clone(), what.to_owned());
+            return Err(CudaError::OutOfMemory { name, what, wanted: bytes, free, total });
+        }
+        let pointer = step(what, pointer)?;
+        Ok(DeviceBuffer { pointer, len, device: self.clone(), values: PhantomData })
     }
 
     /// Memory of `len` values, all bits zero.
@@ -168,9 +173,15 @@ impl Device {
     /// If the system refuses.
     pub fn pinned<T: Pod>(&self, len: usize) -> Result<PinnedBuffer<T>, CudaError> {
         self.bind()?;
+        let n_bytes = (len * size_of::<T>()).max(1);
         // SAFETY: freed by the buffer; zeroed below before anyone reads it.
-        let pointer =
-            step("locking host memory", unsafe { result::malloc_host((len * size_of::<T>()).max(1), 0) })?;
+        let pointer = unsafe { result::malloc_host(n_bytes, 0) };
+        if let Err(error @ DriverError(sys::CUresult::CUDA_ERROR_OUT_OF_MEMORY)) = pointer {
+            // Not the device's memory, unless the two share one.
+            let what = format!("locking {n_bytes} bytes of the machine's memory");
+            return Err(CudaError::Driver { what, problem: describe(error) });
+        }
+        let pointer = step("locking host memory", pointer)?;
         // SAFETY: just allocated with this many bytes.
         unsafe { std::ptr::write_bytes(pointer.cast::<u8>(), 0, len * size_of::<T>()) };
         Ok(PinnedBuffer { pointer: pointer.cast(), len, context: Arc::clone(&self.stream.context) })

@@ -3,13 +3,13 @@
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
-use cudarc::driver::result::{self, DriverError};
+use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 
 use super::super::error::CudaError;
 use super::profile::Profile;
 use super::stream::{Context, Side, Stream, bind};
-use super::{Event, step};
+use super::{Event, describe, functions, step};
 
 /// CUDA 13.0, of driver 580.
 const NEEDED_DRIVER: i32 = 13_000;
@@ -64,18 +64,15 @@ impl Device {
         if !driver_is_present() {
             return Err(CudaError::NoDriver);
         }
+        functions::check_version()?;
         let mut driver = 0;
         // SAFETY: writes one integer; allowed before `cuInit`.
         step("cuDriverGetVersion", unsafe { sys::cuDriverGetVersion(&raw mut driver) }.result())?;
         if driver < NEEDED_DRIVER {
             return Err(CudaError::OldDriver { found: driver, needed: NEEDED_DRIVER });
         }
-        match result::init() {
-            Err(DriverError(sys::CUresult::CUDA_ERROR_NO_DEVICE)) => {
-                return Err(CudaError::NoDevice { wanted: ordinal, found: 0 });
-            }
-            started => step("cuInit", started)?,
-        }
+        functions::check_all()?;
+        start(ordinal)?;
         let found = step("counting devices", result::device::get_count())? as usize;
         if ordinal >= found {
             return Err(CudaError::NoDevice { wanted: ordinal, found });
@@ -86,7 +83,13 @@ impl Device {
             return Err(CudaError::OldDevice { name: facts.name, capability: facts.capability });
         }
         // SAFETY: a device that the driver gave; released when the last user of the context is dropped.
-        let handle = step("making a context", unsafe { result::primary_ctx::retain(device) })?;
+        let handle = match unsafe { result::primary_ctx::retain(device) } {
+            Err(error) if error.0 == sys::CUresult::CUDA_ERROR_DEVICE_UNAVAILABLE => {
+                let advice = "another program may have the device for itself: see `nvidia-smi`";
+                return Err(CudaError::NotStarted { problem: describe(error), advice });
+            }
+            handle => step("making a context", handle)?,
+        };
         let context = Arc::new(Context { handle, device });
         bind(&context)?;
         keep_freed_memory(device)?;
@@ -178,6 +181,23 @@ impl Device {
         bind(&self.stream.context)
     }
 
+    /// Gives memory that was freed and kept back to the system, once all queued work is done.
+    ///
+    /// # Errors
+    /// If queued work failed, or the driver refuses.
+    pub(in super::super) fn trim(&self) -> Result<(), CudaError> {
+        self.bind()?;
+        let side = self.stream.side.as_ref().map(|side| side.handle);
+        // SAFETY: the streams live as long as `self`, and the pool is the device's own.
+        step("waiting for the device and giving memory back", unsafe {
+            side.into_iter()
+                .chain([self.stream.handle])
+                .try_for_each(|stream| result::stream::synchronize(stream))
+                .and_then(|()| result::device::get_default_mem_pool(self.stream.context.device))
+                .and_then(|pool| result::mem_pool::trim_to(pool, 0))
+        })
+    }
+
     /// Waits until all queued work is done; reports errors of kernels that ran.
     ///
     /// # Errors
@@ -187,6 +207,33 @@ impl Device {
         // SAFETY: the stream lives as long as `self`.
         step("waiting for the device", unsafe { result::stream::synchronize(self.stream.now()) })
     }
+}
+
+/// Starts the driver.
+fn start(ordinal: usize) -> Result<(), CudaError> {
+    let Err(error) = result::init() else { return Ok(()) };
+    let advice = match error.0 {
+        sys::CUresult::CUDA_ERROR_NO_DEVICE => {
+            return Err(CudaError::NoDevice { wanted: ordinal, found: 0 });
+        }
+        sys::CUresult::CUDA_ERROR_SYSTEM_DRIVER_MISMATCH => {
+            "its library and its kernel module are of different versions: restart the machine, or install the driver again"
+        }
+        sys::CUresult::CUDA_ERROR_COMPAT_NOT_SUPPORTED_ON_DEVICE => {
+            "a compatibility library is found before the driver's own, which this device does not allow: remove its folder \
+             from LD_LIBRARY_PATH"
+        }
+        sys::CUresult::CUDA_ERROR_SYSTEM_NOT_READY => {
+            "a service of the driver is not ready: start `nvidia-fabricmanager` if the machine has NVSwitches, or try again"
+        }
+        sys::CUresult::CUDA_ERROR_STUB_LIBRARY => {
+            "a toolkit's stub is found before the driver's own library: remove its folder from LD_LIBRARY_PATH"
+        }
+        _ => {
+            "see whether `nvidia-smi` works; if not, load the kernel module (`nvidia-modprobe -u`) or restart the machine"
+        }
+    };
+    Err(CudaError::NotStarted { problem: describe(error), advice })
 }
 
 /// Freed memory stays with the process, so that later allocations are quick.

@@ -34,8 +34,18 @@ impl Device {
             result::stream::begin_capture(self.stream.handle, mode)
         })?;
         let done = work();
+        if done.is_err() {
+            // A stream that is still apart would keep the recording from ending; the error is told below.
+            let _ = self.together();
+        }
         // SAFETY: as above.
         let graph = unsafe { result::stream::end_capture(self.stream.handle) };
+        if let (Err(_), Ok(graph)) = (&done, &graph)
+            && !graph.is_null()
+        {
+            // SAFETY: just recorded and not used.
+            let _ = unsafe { result::graph::destroy(*graph) };
+        }
         done?;
         let graph = step("recording a graph", graph)?;
         let mut handle: sys::CUgraphExec = std::ptr::null_mut();

@@ -9,7 +9,7 @@ use cudarc::driver::{result, sys};
 
 use super::super::error::CudaError;
 use super::stream::{Context, bind};
-use super::{Device, View, ViewMut, describe, step};
+use super::{Device, View, ViewMut, failure, step};
 
 /// Shared memory that a block may use without asking.
 const PLAIN_SHARED_BYTES: u32 = 48 << 10;
@@ -72,12 +72,12 @@ impl Device {
             let parameters = pointers.as_mut_ptr();
             sys::cuLaunchKernelEx(&raw const config, kernel.handle, parameters, std::ptr::null_mut()).result()
         };
-        launched.map_err(|error| CudaError::Driver {
-            what: format!(
+        launched.map_err(|error| {
+            let what = format!(
                 "kernel `{}` (grid {:?}, block {:?}, {} bytes of shared memory)",
                 kernel.name, shape.grid, shape.block, shape.shared_bytes
-            ),
-            problem: describe(error),
+            );
+            failure(what, error)
         })?;
         self.queued(&kernel.name)
     }
