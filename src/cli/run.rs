@@ -11,7 +11,6 @@ use clap::Args;
 use runner::Model;
 use runner::chat::{Message, render};
 use runner::logits::top_log_probabilities;
-use runner::observe::{NoObserver, Observer};
 use runner::sample::{Sampler, Sampling};
 use runner::tokenizer::{TextStream, Tokenizer};
 use runner::trace::{Phase, Tracer};
@@ -122,7 +121,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let reading = Instant::now();
     let mut tracing =
         arguments.trace_experts.as_deref().map(|path| Tracing::start(path, &model)).transpose()?;
-    let mut logits = session.prefill_observed(&prompt, observer(&mut tracing, &mut NoObserver))?;
+    let mut logits = match &mut tracing {
+        Some(tracing) => session.prefill_observed(&prompt, &mut tracing.tracer)?,
+        None => session.prefill(&prompt)?,
+    };
     if let Some(tracing) = &mut tracing {
         tracing.tracer.set_phase(Phase::Decode);
     }
@@ -142,7 +144,11 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         write!(out, "{}", stream.push(&tokenizer.token_bytes(token)))?;
         out.flush()?;
         if generated.len() < arguments.tokens {
-            let next = session.prefill_observed(&[token], observer(&mut tracing, &mut NoObserver));
+            // What is looked at goes layer by layer; a device repeats a recorded step for all other tokens.
+            let next = match &mut tracing {
+                Some(tracing) => session.prefill_observed(&[token], &mut tracing.tracer),
+                None => session.decode(token),
+            };
             // What was written so far stays readable, apart from the error.
             logits = next.inspect_err(|_| drop(writeln!(out, "{}", std::mem::take(&mut stream).finish())))?;
         }
@@ -195,14 +201,6 @@ impl Tracing {
         file.as_file().sync_all().with_context(context)?;
         file.persist(&self.path).with_context(context)?;
         Ok(())
-    }
-}
-
-/// Who looks on: the trace, if one is recorded.
-fn observer<'a>(tracing: &'a mut Option<Tracing>, nobody: &'a mut NoObserver) -> &'a mut dyn Observer {
-    match tracing {
-        Some(tracing) => &mut tracing.tracer,
-        None => nobody,
     }
 }
 
