@@ -197,6 +197,7 @@ int cuMemcpyDtoDAsync_v2(address to, address from, size_t bytes, void *stream) {
 #pragma GCC diagnostic ignored "-Wunused-parameter"
 MAKES(cuStreamCreate, (void **made, unsigned flags))
 DOES(cuStreamDestroy_v2, (void *stream))
+DOES(cuCtxSynchronize, (void))
 DOES(cuStreamSynchronize, (void *stream))
 DOES(cuStreamWaitEvent, (void *stream, void *event, unsigned flags))
 DOES(cuStreamBeginCapture_v2, (void *stream, int mode))

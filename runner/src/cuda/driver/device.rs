@@ -181,20 +181,20 @@ impl Device {
         bind(&self.stream.context)
     }
 
-    /// Gives memory that was freed and kept back to the system, once all queued work is done.
+    /// Gives memory that was freed and kept back to the system, once all queued work of this process is done: memory is freed
+    /// in the order of the stream that it came from, which may be another model's.
     ///
     /// # Errors
     /// If queued work failed, or the driver refuses.
     pub(in super::super) fn trim(&self) -> Result<(), CudaError> {
         self.bind()?;
-        let side = self.stream.side.as_ref().map(|side| side.handle);
-        // SAFETY: the streams live as long as `self`, and the pool is the device's own.
-        step("waiting for the device and giving memory back", unsafe {
-            side.into_iter()
-                .chain([self.stream.handle])
-                .try_for_each(|stream| result::stream::synchronize(stream))
-                .and_then(|()| result::device::get_default_mem_pool(self.stream.context.device))
-                .and_then(|pool| result::mem_pool::trim_to(pool, 0))
+        let waited = step("waiting for the device", result::ctx::synchronize());
+        // SAFETY: the pool is the device's own.
+        waited.and_then(|()| {
+            step("giving memory back", unsafe {
+                result::device::get_default_mem_pool(self.stream.context.device)
+                    .and_then(|pool| result::mem_pool::trim_to(pool, 0))
+            })
         })
     }
 

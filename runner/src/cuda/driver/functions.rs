@@ -10,8 +10,9 @@ use super::super::error::CudaError;
 const VERSION: &str = "cuDriverGetVersion";
 
 /// All others. A call of one that is missing would be a panic of `cudarc`.
-const FUNCTIONS: [&str; 48] = [
+const FUNCTIONS: [&str; 49] = [
     "cuCtxSetCurrent",
+    "cuCtxSynchronize",
     "cuDevResourceGenerateDesc",
     "cuDevSmResourceSplitByCount",
     "cuDeviceGet",
