@@ -9,8 +9,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use anyhow::{Context as _, Result, bail, ensure};
 use flate2::{Compression, GzBuilder};
 use runner::cuda::module::{
-    CHIPS, Compiled, PTX_TARGET, Prebuilt, PrebuiltUnit, UNITS, Unit, compile_with, compiler_version,
-    prebuilt,
+    CHIPS, Compiled, Prebuilt, PrebuiltUnit, UNITS, Unit, compile_with, compiler_version, prebuilt,
 };
 use serde::{Deserialize, Serialize};
 
@@ -76,13 +75,13 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     );
     let jobs: Vec<Job<'_>> = units
         .iter()
-        .flat_map(|unit| CHIPS.into_iter().chain([PTX_TARGET]).map(|target| Job { unit, target }))
+        .flat_map(|unit| CHIPS.iter().chain(unit.ptx_targets()).map(|&target| Job { unit, target }))
         .collect();
     let compiled = compile_all(&jobs)?;
     if let Some(folder) = &arguments.keep {
         std::fs::create_dir_all(folder)?;
         for (job, compiled) in jobs.iter().zip(&compiled) {
-            let ending = if job.target == PTX_TARGET { "ptx" } else { "cubin" };
+            let ending = if is_ptx(job.target) { "ptx" } else { "cubin" };
             let name = format!("{}-{}.{ending}", job.unit.name, job.target);
             std::fs::write(folder.join(name), &compiled.image)?;
         }
@@ -98,6 +97,11 @@ pub(crate) fn run(arguments: &Arguments) -> Result<()> {
     if arguments.check { check(&manifest, &built) } else { write(&manifest, &built) }
 }
 
+/// Whether a target is a virtual architecture.
+fn is_ptx(target: &str) -> bool {
+    target.starts_with("compute_")
+}
+
 /// Compiles on all cores; results in the order of the jobs.
 fn compile_all(jobs: &[Job<'_>]) -> Result<Vec<Compiled>> {
     let next = AtomicUsize::new(0);
@@ -106,7 +110,7 @@ fn compile_all(jobs: &[Job<'_>]) -> Result<Vec<Compiled>> {
         loop {
             let place = next.fetch_add(1, Ordering::Relaxed);
             let Some(job) = jobs.get(place) else { break };
-            let report: &[&str] = if job.target == PTX_TARGET { &[] } else { &["--ptxas-options=-v"] };
+            let report: &[&str] = if is_ptx(job.target) { &[] } else { &["--ptxas-options=-v"] };
             done.push((place, compile_with(job.unit, job.target, report)));
         }
         done
@@ -131,12 +135,12 @@ fn collect(jobs: &[Job<'_>], compiled: Vec<Compiled>) -> Result<(Manifest, Prebu
     for (Job { unit, target }, compiled) in jobs.iter().zip(compiled) {
         let made = manifest.units.entry(unit.name.to_owned()).or_default();
         made.hash = unit.hash();
-        if *target == PTX_TARGET {
+        if is_ptx(target) {
             let mut ptx = String::from_utf8(compiled.image)?;
             ptx.truncate(ptx.trim_end_matches('\0').len());
             let version = report::compiler(&ptx).context("the PTX does not name its compiler")?;
             version.clone_into(&mut built.nvrtc);
-            built.units.insert(unit.name.to_owned(), PrebuiltUnit { hash: unit.hash(), ptx });
+            built.units.insert(Prebuilt::key(unit, target), PrebuiltUnit { hash: unit.hash(), ptx });
             continue;
         }
         let spills = report::spills(&compiled.log);

@@ -29,8 +29,11 @@ const PREBUILT: &[u8] = include_bytes!("prebuilt/ptx.json.gz");
 /// Virtual architecture of the embedded PTX.
 pub const PTX_TARGET: &str = "compute_90";
 
-/// Chips that kernels are checked for: H200, RTX 50, GB10.
-pub const CHIPS: [&str; 3] = ["sm_90", "sm_120", "sm_121"];
+/// That of the H100 and H200 alone: `wgmma` is in no other.
+pub const OWN_PTX_TARGET: &str = "compute_90a";
+
+/// Chips that kernels are checked for: H200, without and with the instructions that no other chip has, RTX 50, GB10.
+pub const CHIPS: [&str; 4] = ["sm_90", "sm_90a", "sm_120", "sm_121"];
 
 /// What sources on activations begin with behind that.
 const ACTIVATIONS: &str = include_str!("kernels/activations.cuh");
@@ -104,6 +107,11 @@ impl Unit {
         self.activations || ["matrix_decode", "matrix_experts"].contains(&self.name)
     }
 
+    /// Virtual architectures that its PTX is embedded for.
+    pub fn ptx_targets(&self) -> &'static [&'static str] {
+        if self.name == "matrix_prefill" { &[PTX_TARGET, OWN_PTX_TARGET] } else { &[PTX_TARGET] }
+    }
+
     /// Whether products and sums may be contracted, as an option of the compiler.
     fn contraction(&self) -> &'static str {
         if self.activations { "--fmad=false" } else { "--fmad=true" }
@@ -128,7 +136,7 @@ impl Unit {
 pub struct Prebuilt {
     /// Version of the compiler that made it.
     pub nvrtc: String,
-    /// By unit.
+    /// By [`Prebuilt::key`].
     pub units: BTreeMap<String, PrebuiltUnit>,
 }
 
@@ -160,13 +168,19 @@ pub fn stale() -> Result<Vec<&'static str>, String> {
 }
 
 impl Prebuilt {
+    /// What a unit's PTX for a virtual architecture is kept by.
+    pub fn key(unit: &Unit, target: &str) -> String {
+        if target == PTX_TARGET { unit.name.to_owned() } else { format!("{} {target}", unit.name) }
+    }
+
     /// Text of a unit, if it was made from the unit's source.
-    fn of(&self, unit: &Unit) -> Option<&PrebuiltUnit> {
-        self.units.get(unit.name).filter(|found| found.hash == unit.hash())
+    fn of(&self, unit: &Unit, target: &str) -> Option<&PrebuiltUnit> {
+        self.units.get(&Self::key(unit, target)).filter(|found| found.hash == unit.hash())
     }
 
     fn stale(&self) -> Vec<&'static str> {
-        UNITS.iter().filter(|unit| self.of(unit).is_none()).map(|unit| unit.name).collect()
+        let is_stale = |unit: &&Unit| unit.ptx_targets().iter().any(|target| self.of(unit, target).is_none());
+        UNITS.iter().filter(is_stale).map(|unit| unit.name).collect()
     }
 }
 
@@ -284,6 +298,8 @@ pub struct Kernels {
 }
 
 struct Loaded {
+    /// Whether they are those with the instructions that only the H100 and H200 have.
+    warp_groups: bool,
     modules: HashMap<&'static str, Module>,
     /// Those that were asked for, by unit and name.
     kernels: RwLock<HashMap<(&'static str, String), Kernel>>,
@@ -355,7 +371,13 @@ impl Kernels {
             |(major, minor)| format!("compiled by NVRTC {major}.{minor}"),
         );
         let kernels = RwLock::default();
-        Ok(Self { inner: Arc::new(Loaded { modules, kernels, origin }) })
+        let warp_groups = has_own_instructions(device);
+        Ok(Self { inner: Arc::new(Loaded { warp_groups, modules, kernels, origin }) })
+    }
+
+    /// Whether tensor cores are used by groups of four warps (`wgmma`).
+    pub fn has_warp_groups(&self) -> bool {
+        self.inner.warp_groups
     }
 
     /// Where they came from, for reports, and whether the embedded PTX could not have served.
@@ -407,9 +429,16 @@ fn no_kernels(device: &Device, error: CudaError, before: Option<&CudaError>) -> 
     CudaError::NoKernels { capability: device.facts().capability, problem: problem + &also }
 }
 
+/// Whether a device is one of those that [`OWN_PTX_TARGET`] is for.
+fn has_own_instructions(device: &Device) -> bool {
+    device.facts().capability == (9, 0)
+}
+
+/// The chip of a device; of the H100 and H200 with the instructions that only they have.
 fn target(device: &Device) -> String {
     let (major, minor) = device.facts().capability;
-    format!("sm_{major}{minor}")
+    let own = if has_own_instructions(device) { "a" } else { "" };
+    format!("sm_{major}{minor}{own}")
 }
 
 /// Compiles what the cache folder lacks, all units at once.
@@ -445,10 +474,12 @@ fn compile_all(device: &Device, version: (i32, i32), origin: Origin) -> Result<V
 fn embedded(device: &Device) -> Result<Vec<Vec<u8>>, CudaError> {
     let none = |problem: String| CudaError::NoKernels { capability: device.facts().capability, problem };
     let prebuilt = prebuilt().map_err(none)?;
+    let is_own = has_own_instructions(device);
     UNITS
         .iter()
         .map(|unit| {
-            let found = prebuilt.of(unit).ok_or_else(|| {
+            let target = unit.ptx_targets().iter().rfind(|&&target| is_own || target == PTX_TARGET);
+            let found = target.and_then(|target| prebuilt.of(unit, target)).ok_or_else(|| {
                 none(format!("the embedded kernels of `{}` are of other sources", unit.name))
             })?;
             let mut image = found.ptx.clone().into_bytes();

@@ -22,6 +22,28 @@ static __device__ __forceinline__ void load_8(const u16* from, float* v) {
     }
 }
 
+// `warp_sum` of each of some values, a power of two of them, with its bits but fewer exchanges: lanes that hold two values give one
+// away and keep the other. sums[0] is then that of the value whose number is returned.
+template <int N> static __device__ __forceinline__ int sums_of_warp(float (&sums)[N]) {
+    int lane = threadIdx.x & 31, number = 0;
+#pragma unroll
+    for (int distance = 16, count = N; distance; distance >>= 1) {
+        if (count > 1) {
+            count /= 2;
+            bool upper = lane & distance;
+            if (upper) number += count;
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                float given = upper ? sums[i] : sums[i + count], kept = upper ? sums[i + count] : sums[i];
+                sums[i] = kept + __shfl_xor_sync(ALL_LANES, given, distance);
+            }
+        } else {
+            sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], distance);
+        }
+    }
+    return number;
+}
+
 // A warp's rows of a slice of the mixer, eight columns a lane.
 template <typename W> struct MixerSlice {
     float weights[MIXER_ROWS][8];
@@ -54,11 +76,9 @@ template <typename W> struct MixerSlice {
                 for (int i = 0; i < 8; i++)
                     sums[t] = fmaf(r < MIXER_ROWS ? weights[min(r, MIXER_ROWS - 1)][i] : x[t][i], x[t][i], sums[t]);
             }
-#pragma unroll
-            for (int t = 0; t < TOKENS; t++) {
-                sums[t] = warp_sum(sums[t]);
-                if (lane == 0 && t < n_tokens) out[(u64)(t * (n + 1) + row) * n_slices + blockIdx.x] = sums[t];
-            }
+            int token = sums_of_warp(sums);
+            if ((lane & (32 / TOKENS - 1)) == 0 && token < n_tokens)
+                out[(u64)(token * (n + 1) + row) * n_slices + blockIdx.x] = sums[0];
         }
     }
 };
@@ -73,14 +93,24 @@ static __device__ __forceinline__ void hc_mix(
     slice.load(mixer, width, n);
     await_previous();
     int first = blockIdx.y * group, end = min(first + group, n_tokens);
-    for (int token = first; token < end; token += TOKENS_AT_ONCE) {
-        float x[TOKENS_AT_ONCE][8];
+    float x[TOKENS_AT_ONCE][8], next[TOKENS_AT_ONCE][8];
+    auto fetch = [&](int token) {
 #pragma unroll
         for (int t = 0; t < TOKENS_AT_ONCE; t++) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) x[t][i] = 0.0f;
-            if (at < width) load_8(streams + (u64)min(token + t, end - 1) * width + at, x[t]);
+            for (int i = 0; i < 8; i++) next[t][i] = 0.0f;
+            if (at < width) load_8(streams + (u64)min(token + t, end - 1) * width + at, next[t]);
         }
+    };
+    fetch(first);
+    for (int token = first; token < end; token += TOKENS_AT_ONCE) {
+#pragma unroll
+        for (int t = 0; t < TOKENS_AT_ONCE; t++) {
+#pragma unroll
+            for (int i = 0; i < 8; i++) x[t][i] = next[t][i];
+        }
+        // While these are multiplied, the next are on their way.
+        if (token + TOKENS_AT_ONCE < end) fetch(token + TOKENS_AT_ONCE);
         slice.multiply(x, partials + (u64)token * (n + 1) * n_slices, n, n_slices, end - token);
     }
 }

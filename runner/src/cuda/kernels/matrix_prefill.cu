@@ -1,21 +1,32 @@
 // Products with many inputs, by tensor cores: weights are widened to f16 in registers, straight into the left operand;
 // inputs are f16; sums are f32.
 //
-// A block has 256 rows (or 128 of gate and the same 128 of up) and up to 64 inputs. Codes and inputs come through
+// On the H100 and H200 a group of four warps multiplies 64 rows by all inputs of the tile at once and the inputs are read from
+// shared memory by the tensor cores themselves (`wgmma`), elsewhere a warp has 16 rows (`mma`).
+//
+// A block has 256 or 512 rows (of an expert half of them of gate and the same of up) and up to 64 or 128 inputs. Codes and inputs come through
 // shared memory, two or three steps of KC columns deep, so that they fit a block's 99 KiB of the smaller chips. The columns of a step are permuted so that the eight weights a lane
 // holds of one row in one go are neighbours in the format's bytes; inputs are stored in that order beforehand, eight
 // columns (a piece) staying together. A sum's order is that of the columns, whatever else is computed with it.
 
-#define TILE_TOKENS 64
-#define TILE_ROWS 256
-#define THREADS 256
-
-// The smaller chips have shared memory for one block a multiprocessor.
-#if __CUDA_ARCH__ >= 1000
-#define BLOCKS 1
+// Instructions that only compute capability 9.0 has, and the code only if it is compiled for just that one.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WARP_GROUPS 1
 #else
-#define BLOCKS 2
+#define WARP_GROUPS 0
 #endif
+
+// Threads of a block, which has a multiprocessor for itself, and what it computes at once: of a dense matrix, and of an expert,
+// for which there are few tokens. Rows of an expert are as many as threads.
+#if WARP_GROUPS
+#define THREADS 512
+#define DENSE_TOKENS 128
+#else
+#define THREADS 256
+#define DENSE_TOKENS 64
+#endif
+#define DENSE_ROWS 256
+#define EXPERT_TOKENS 64
 
 static __device__ const u16 d_iq2_xxs[256] = {IQ2_XXS_CODEBOOK};
 
@@ -41,7 +52,8 @@ static __device__ __forceinline__ void widen_codes(u32 first, u32 second, u32 fa
 
 // Each format: columns a step (KC), steps in shared memory (STAGES), pieces of 16 bytes that a row has in a step, and how
 // far rows lie apart in shared memory. `piece` says where a piece comes from, `scales` where four more bytes come from.
-// `widen` gives, from both in shared memory, eight weights of one of KC / 32 parts of a step; `odd` is `odd(row)`.
+// `load` takes what a lane needs of a step of a row from shared memory, `widen` gives eight weights of one of its KC / 32 parts;
+// `odd` is `odd(row)`.
 struct Iq2Xxs {
     static constexpr int KC = 128, STAGES = 3, PIECES = 2, PITCH = 32, TABLE_BYTES = 4096;
     static constexpr bool SCALES = true;
@@ -66,13 +78,19 @@ struct Iq2Xxs {
         return w.planes + w.rows * (columns / 4) + (row * (columns / 256) + step / 2) / 2 * 4;
     }
     static __device__ __forceinline__ bool odd(u32 row, u32 columns) { return row & columns / 256 & 1; }
-    static __device__ __forceinline__ void widen(const u8* row, u32 scales, bool odd, u32 step, u32 t, int part,
-                                                 const uint4* table, u32* w) {
+    struct Raw {
+        uint2 codes;
+        u32 factor;
+    };
+    static __device__ __forceinline__ Raw load(const u8* row, u32 scales, bool odd, u32 step, u32 t) {
         u16 d = (u16)((step / 2 % 2 != 0) == odd ? scales : scales >> 16);
-        uint2 raw = *(const uint2*)(row + 8 * t);
-        u32 factor = twice(half_to_float(d) * 0.125f * (float)((raw.y >> 28) * 2 + 1));
-        uint4 g = table[raw.x >> (8 * part) & 255];
-        u32 index = raw.y >> (7 * part) & 127, signs = index | (__popc(index) & 1) << 7, pair = signs | signs << 15;
+        uint2 codes = *(const uint2*)(row + 8 * t);
+        return {codes, twice(half_to_float(d) * 0.125f * (float)((codes.y >> 28) * 2 + 1))};
+    }
+    static __device__ __forceinline__ void widen(const Raw& raw, int part, const uint4* table, u32* w) {
+        u32 factor = raw.factor;
+        uint4 g = table[raw.codes.x >> (8 * part) & 255];
+        u32 index = raw.codes.y >> (7 * part) & 127, signs = index | (__popc(index) & 1) << 7, pair = signs | signs << 15;
         const u32 top = 0x80008000u;
         w[0] = multiply_halves(g.x ^ (pair << 15 & top), factor);
         w[1] = multiply_halves(g.y ^ (pair << 13 & top), factor);
@@ -95,13 +113,21 @@ struct Q2K {
     }
     static __device__ __forceinline__ bool odd(u32, u32) { return false; }
     // Lane t has sub-block t % 2 of the half block, and half t / 2 of that.
-    static __device__ __forceinline__ void widen(const u8* row, u32 dm, bool, u32 step, u32 t, int part, const uint4*,
-                                                 u32* w) {
-        uint2 raw = *(const uint2*)(row + t % 2 * 16 + t / 2 * 8);
-        u32 pair = row[32 + step % 2 * 8 + t % 2 * 4 + part];
-        u32 factor = twice(half_to_float((u16)dm) * (float)(pair & 15));
-        u32 minimum = twice(-half_to_float((u16)(dm >> 16)) * (float)(pair >> 4));
-        widen_codes(raw.x >> (2 * part) & 0x03030303u, raw.y >> (2 * part) & 0x03030303u, factor, minimum, w);
+    struct Raw {
+        uint2 codes;
+        u32 pairs;
+        float d;
+        float minus_dmin;
+    };
+    static __device__ __forceinline__ Raw load(const u8* row, u32 dm, bool, u32 step, u32 t) {
+        uint2 codes = *(const uint2*)(row + t % 2 * 16 + t / 2 * 8);
+        u32 pairs = *(const u32*)(row + 32 + step % 2 * 8 + t % 2 * 4);
+        return {codes, pairs, half_to_float((u16)dm), -half_to_float((u16)(dm >> 16))};
+    }
+    static __device__ __forceinline__ void widen(const Raw& raw, int part, const uint4*, u32* w) {
+        u32 pair = raw.pairs >> (8 * part) & 255;
+        u32 factor = twice(raw.d * (float)(pair & 15)), minimum = twice(raw.minus_dmin * (float)(pair >> 4));
+        widen_codes(raw.codes.x >> (2 * part) & 0x03030303u, raw.codes.y >> (2 * part) & 0x03030303u, factor, minimum, w);
     }
 };
 
@@ -118,22 +144,34 @@ struct Q4K {
         return nullptr;
     }
     static __device__ __forceinline__ bool odd(u32, u32) { return false; }
+    struct Raw {
+        uint4 codes;
+        // Of low and high nibbles.
+        u32 factors[2];
+        u32 minima[2];
+    };
     // Lane t has half t % 2 of chunk 2 (step % 2) + t / 2 of the block; parts are low nibbles, then high ones.
-    static __device__ __forceinline__ void widen(const u8* row, u32, bool, u32 step, u32 t, int part, const uint4*,
-                                                 u32* w) {
-        uint2 raw = *(const uint2*)(row + 16 * t + part % 2 * 8);
+    static __device__ __forceinline__ Raw load(const u8* row, u32, bool, u32 step, u32 t) {
+        Raw raw;
+        raw.codes = *(const uint4*)(row + 16 * t);
         uint4 head = *(const uint4*)(row + 64);
-        u32 q = step % 2 * 2 + t / 2, shift = q % 2 * 16 + part / 2 * 8, scale, minimum;
-        if (q < 2) {
-            scale = head.y >> shift & 63;
-            minimum = head.z >> shift & 63;
-        } else {
-            scale = (head.w >> shift & 15) | (head.y >> shift >> 2 & 0x30);
-            minimum = (head.w >> shift >> 4 & 15) | (head.z >> shift >> 2 & 0x30);
+        u32 q = step % 2 * 2 + t / 2;
+        float d = half_to_float((u16)head.x), minus_dmin = -half_to_float((u16)(head.x >> 16));
+#pragma unroll
+        for (int high = 0; high < 2; high++) {
+            u32 shift = q % 2 * 16 + high * 8;
+            u32 near_scale = head.y >> shift & 63, near_minimum = head.z >> shift & 63;
+            u32 far_scale = (head.w >> shift & 15) | (head.y >> shift >> 2 & 0x30);
+            u32 far_minimum = (head.w >> shift >> 4 & 15) | (head.z >> shift >> 2 & 0x30);
+            raw.factors[high] = twice(d * (float)(q < 2 ? near_scale : far_scale));
+            raw.minima[high] = twice(minus_dmin * (float)(q < 2 ? near_minimum : far_minimum));
         }
-        widen_codes(raw.x >> (part / 2 * 4) & 0x0f0f0f0fu, raw.y >> (part / 2 * 4) & 0x0f0f0f0fu,
-                    twice(half_to_float((u16)head.x) * (float)scale),
-                    twice(-half_to_float((u16)(head.x >> 16)) * (float)minimum), w);
+        return raw;
+    }
+    static __device__ __forceinline__ void widen(const Raw& raw, int part, const uint4*, u32* w) {
+        u32 first = part % 2 ? raw.codes.z : raw.codes.x, second = part % 2 ? raw.codes.w : raw.codes.y;
+        u32 factor = part / 2 ? raw.factors[1] : raw.factors[0], minimum = part / 2 ? raw.minima[1] : raw.minima[0];
+        widen_codes(first >> (part / 2 * 4) & 0x0f0f0f0fu, second >> (part / 2 * 4) & 0x0f0f0f0fu, factor, minimum, w);
     }
 };
 
@@ -155,12 +193,17 @@ struct Mxfp4 {
         u32 small = (codes << 1 & 0x0e000e00u) | (codes << 4 & 0x80008000u);
         return multiply_halves(multiply_halves(small, two_to_14), scale);
     }
-    static __device__ __forceinline__ void widen(const u8* row, u32 exponents, bool, u32, u32 t, int part, const uint4*,
-                                                 u32* w) {
-        u32 exponent = exponents >> (8 * t) & 255;
-        uint2 raw = *(const uint2*)(row + 16 * t + part % 2 * 8);
-        u32 first = raw.x >> (part / 2 * 4) & 0x0f0f0f0fu, second = raw.y >> (part / 2 * 4) & 0x0f0f0f0fu;
-        u32 scale = twice(__uint_as_float(exponent << 23));
+    struct Raw {
+        uint4 codes;
+        u32 scale;
+    };
+    static __device__ __forceinline__ Raw load(const u8* row, u32 exponents, bool, u32, u32 t) {
+        return {*(const uint4*)(row + 16 * t), twice(__uint_as_float((exponents >> (8 * t) & 255) << 23))};
+    }
+    static __device__ __forceinline__ void widen(const Raw& raw, int part, const uint4*, u32* w) {
+        u32 first = (part % 2 ? raw.codes.z : raw.codes.x) >> (part / 2 * 4) & 0x0f0f0f0fu;
+        u32 second = (part % 2 ? raw.codes.w : raw.codes.y) >> (part / 2 * 4) & 0x0f0f0f0fu;
+        u32 scale = raw.scale;
         w[0] = value(__byte_perm(first, 0, 0x1404), scale);
         w[1] = value(__byte_perm(first, 0, 0x3424), scale);
         w[2] = value(__byte_perm(second, 0, 0x1404), scale);
@@ -179,13 +222,18 @@ struct Q8_0 {
         return w.planes + w.rows * columns + row * (columns / 16) + step * 4;
     }
     static __device__ __forceinline__ bool odd(u32, u32) { return false; }
-    static __device__ __forceinline__ void widen(const u8* row, u32 scales, bool, u32, u32 t, int part, const uint4*,
-                                                 u32* w) {
-        uint2 raw = *(const uint2*)(row + 16 * t + 8 * part);
-        u32 first = raw.x ^ 0x80808080u, second = raw.y ^ 0x80808080u;
+    struct Raw {
+        uint4 codes;
+        u32 factor;
+    };
+    static __device__ __forceinline__ Raw load(const u8* row, u32 scales, bool, u32, u32 t) {
+        return {*(const uint4*)(row + 16 * t), __byte_perm(scales, 0, t / 2 ? 0x3232 : 0x1010)};
+    }
+    static __device__ __forceinline__ void widen(const Raw& raw, int part, const uint4*, u32* w) {
+        u32 first = (part ? raw.codes.z : raw.codes.x) ^ 0x80808080u, second = (part ? raw.codes.w : raw.codes.y) ^ 0x80808080u;
         // 1024 + 128.
         const u32 bias = 0x64806480u;
-        u32 factor = __byte_perm(scales, 0, t / 2 ? 0x3232 : 0x1010);
+        u32 factor = raw.factor;
         w[0] = multiply_halves(subtract_halves(biased(first, 0x4140), bias), factor);
         w[1] = multiply_halves(subtract_halves(biased(first, 0x4342), bias), factor);
         w[2] = multiply_halves(subtract_halves(biased(second, 0x4140), bias), factor);
@@ -204,12 +252,17 @@ struct F16 {
         return nullptr;
     }
     static __device__ __forceinline__ bool odd(u32, u32) { return false; }
-    static __device__ __forceinline__ void widen(const u8* row, u32, bool, u32, u32 t, int, const uint4*, u32* w) {
-        uint4 v = *(const uint4*)(row + 16 * t);
-        w[0] = v.x;
-        w[1] = v.y;
-        w[2] = v.z;
-        w[3] = v.w;
+    struct Raw {
+        uint4 weights;
+    };
+    static __device__ __forceinline__ Raw load(const u8* row, u32, bool, u32, u32 t) {
+        return {*(const uint4*)(row + 16 * t)};
+    }
+    static __device__ __forceinline__ void widen(const Raw& raw, int, const uint4*, u32* w) {
+        w[0] = raw.weights.x;
+        w[1] = raw.weights.y;
+        w[2] = raw.weights.z;
+        w[3] = raw.weights.w;
     }
 };
 
@@ -222,25 +275,105 @@ struct Inputs {
     u32 count;
 };
 
-// Where in shared memory the stages are.
-template <class F> struct Stages {
-    static constexpr int CODES = TILE_ROWS * F::PITCH;
-    // Eight lanes that read together meet every bank once.
-    static constexpr int INPUT_PITCH = F::KC == 32 ? 64 : F::KC * 2 + 64;
+// Where in shared memory the stages of a tile are. Where memory is larger, there is one more.
+template <class F, int ROWS, int TOKENS> struct Stages {
+    static constexpr int NUMBER = F::STAGES + WARP_GROUPS;
+    static constexpr int CODES = ROWS * F::PITCH;
+    // Eight lanes that read together meet every bank once; what the tensor cores read has no gaps.
+    static constexpr int INPUT_PITCH = F::KC == 32 || WARP_GROUPS ? F::KC * 2 : F::KC * 2 + 64;
     // Where scales begin.
-    static constexpr int SCALES = CODES + TILE_TOKENS * INPUT_PITCH;
-    static constexpr int BYTES = SCALES + (F::SCALES ? TILE_ROWS * 4 : 0);
-    static constexpr int ALL_BYTES = F::STAGES * BYTES;
+    static constexpr int SCALES = CODES + TOKENS * INPUT_PITCH;
+    static constexpr int BYTES = SCALES + (F::SCALES ? ROWS * 4 : 0);
+    static constexpr int ALL_BYTES = NUMBER * BYTES;
 };
 
+// Where a piece of 16 bytes of an input lies among those of a stage.
+template <class F, int ROWS, int TOKENS> static __device__ __forceinline__ u32 input_place(u32 n, u32 piece) {
+#if WARP_GROUPS
+    // Rows of 128 bytes (or 64), in which pieces are swapped by the row's number, as descriptors below say.
+    if (F::KC == 32) return n * 64 + (piece ^ (n / 2 % 4)) * 16;
+    return piece / 8 * (TOKENS * 128) + n * 128 + (piece % 8 ^ n % 8) * 16;
+#else
+    return n * Stages<F, ROWS, TOKENS>::INPUT_PITCH + piece * 16;
+#endif
+}
+
+#if WARP_GROUPS
+// Tells the tensor cores where in shared memory 16 columns of the inputs are: eight rows repeat every SBO bytes.
+template <class F> static __device__ __forceinline__ u64 described(u32 address) {
+    const u64 rows = F::KC == 32 ? 64 : 128, layout = F::KC == 32 ? 2 : 1;
+    return (u64)(address >> 4 & 0x3fff) | (u64)1 << 16 | (rows * 8 >> 4) << 32 | layout << 62;
+}
+
+// sums (64 x 64 or 64 x 128) += a (64 x 16, in registers) * b (16 columns of inputs, in shared memory).
+static __device__ __forceinline__ void multiply_group(float (&s)[8][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%2"
+        "7,%28,%29,%30,%31}, "
+        "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
+        : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]),
+          "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]),
+          "+f"(s[3][2]), "+f"(s[3][3]), "+f"(s[4][0]), "+f"(s[4][1]), "+f"(s[4][2]), "+f"(s[4][3]), "+f"(s[5][0]),
+          "+f"(s[5][1]), "+f"(s[5][2]), "+f"(s[5][3]), "+f"(s[6][0]), "+f"(s[6][1]), "+f"(s[6][2]), "+f"(s[6][3]),
+          "+f"(s[7][0]), "+f"(s[7][1]), "+f"(s[7][2]), "+f"(s[7][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+static __device__ __forceinline__ void multiply_group(float (&s)[16][4], const u32 (&a)[4], u64 b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%2"
+        "7,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%5"
+        "2,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
+        "{%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
+        : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]),
+          "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]),
+          "+f"(s[3][2]), "+f"(s[3][3]), "+f"(s[4][0]), "+f"(s[4][1]), "+f"(s[4][2]), "+f"(s[4][3]), "+f"(s[5][0]),
+          "+f"(s[5][1]), "+f"(s[5][2]), "+f"(s[5][3]), "+f"(s[6][0]), "+f"(s[6][1]), "+f"(s[6][2]), "+f"(s[6][3]),
+          "+f"(s[7][0]), "+f"(s[7][1]), "+f"(s[7][2]), "+f"(s[7][3]), "+f"(s[8][0]), "+f"(s[8][1]), "+f"(s[8][2]),
+          "+f"(s[8][3]), "+f"(s[9][0]), "+f"(s[9][1]), "+f"(s[9][2]), "+f"(s[9][3]), "+f"(s[10][0]), "+f"(s[10][1]),
+          "+f"(s[10][2]), "+f"(s[10][3]), "+f"(s[11][0]), "+f"(s[11][1]), "+f"(s[11][2]), "+f"(s[11][3]), "+f"(s[12][0]),
+          "+f"(s[12][1]), "+f"(s[12][2]), "+f"(s[12][3]), "+f"(s[13][0]), "+f"(s[13][1]), "+f"(s[13][2]), "+f"(s[13][3]),
+          "+f"(s[14][0]), "+f"(s[14][1]), "+f"(s[14][2]), "+f"(s[14][3]), "+f"(s[15][0]), "+f"(s[15][1]), "+f"(s[15][2]),
+          "+f"(s[15][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+static __device__ __forceinline__ void groups_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// Nothing that is made of these values is computed before: operands of products that are not done must not be written.
+template <class Raw> static __device__ __forceinline__ void stays_behind(Raw& raw) {
+    u32* words = (u32*)&raw;
+#pragma unroll
+    for (int i = 0; i < sizeof(Raw) / 4; i++) asm volatile("" : "+r"(words[i]));
+}
+
+static __device__ __forceinline__ void groups_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// Until so many of the latest are left.
+template <int PENDING> static __device__ __forceinline__ void groups_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+#endif
+
 // Which rows a tile has, in shared memory: a row of a matrix, and in the top bit which of two matrices.
-// Local rows 32 w .. 32 w + 15 are m = 0 of warp w, the next 16 are m = 1.
-typedef u32 TileRows[TILE_ROWS];
+// Local rows 32 w .. 32 w + 15 are m = 0 of warp w, the next 16 are m = 1; or 16 w .. 16 w + 15 where there is one m.
+typedef u32 TileRows[THREADS];
 #define SECOND 0x80000000u
 
+// Where the stages begin: descriptors want 1,024 bytes.
+static __device__ __forceinline__ u8* stages_in(uint4* memory) {
+#if WARP_GROUPS
+    return (u8*)memory + (0u - shared_address(memory) & 1023);
+#else
+    return (u8*)memory;
+#endif
+}
+
 // sums[m][n] of the warp's 16 rows m and 8 inputs n.
-template <class F>
-static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weights& first, const Weights& second,
+template <class F, int M, int N>
+static __device__ __forceinline__ void tile(float (&sums)[M][N][4], const Weights& first, const Weights& second,
                                             const TileRows& rows, u32 columns, const Inputs& x, u8* memory,
                                             const uint4* table) {
     // Opaque, so that nothing made of them is computed before a loop over tiles and kept in registers all the while.
@@ -248,90 +381,136 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
     asm volatile("" : "+r"(thread), "+r"(columns));
     const u32 lane = thread % WARP, warp = thread / WARP, g = lane / 4, t = lane % 4;
     const u32 steps = columns / F::KC, input_tiles = (x.count + 7) / 8;
+    constexpr int ROWS = THREADS / WARP * 16 * M, TOKENS = 8 * N;
+    typedef Stages<F, ROWS, TOKENS> At;
     constexpr int INPUT_PIECES = F::KC / 8, SLOTS = F::PIECES > 4 ? 8 : F::PIECES > 2 ? 4 : 2;
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
+    for (int m = 0; m < M; m++) {
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
+        for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) sums[m][n][i] = 0.0f;
         }
     }
     auto fetch = [&](u32 step, u8* stage) {
 #pragma unroll
-        for (int i = 0; i < SLOTS; i++) {
+        for (int i = 0; i < SLOTS * ROWS / THREADS; i++) {
             u32 index = i * THREADS + thread, local = index / SLOTS, piece = index % SLOTS, row = rows[local];
             if (piece < F::PIECES) {
                 copy_async(shared_address(stage + local * F::PITCH + piece * 16),
                            F::piece(row & SECOND ? second : first, row & ~SECOND, columns, step, piece));
             }
         }
-        if (F::SCALES) {
+        if (F::SCALES && (ROWS == THREADS || thread < ROWS)) {
             u32 row = rows[thread];
-            copy_word_async(shared_address(stage + Stages<F>::SCALES + thread * 4),
+            copy_word_async(shared_address(stage + At::SCALES + thread * 4),
                             F::scales(row & SECOND ? second : first, row & ~SECOND, columns, step));
         }
 #pragma unroll
-        for (int i = 0; i < TILE_TOKENS * INPUT_PIECES / THREADS; i++) {
+        for (int i = 0; i < TOKENS * INPUT_PIECES / THREADS; i++) {
             u32 n = (i * THREADS + thread) / INPUT_PIECES, piece = thread % INPUT_PIECES;
             if (n < input_tiles * 8) {
                 bool inside = n < x.count;
                 const u16* from = x.values + x.rows[inside ? n : 0] * x.stride + step * F::KC + piece * 8;
-                copy_async_or_zero(
-                    shared_address(stage + Stages<F>::CODES + n * Stages<F>::INPUT_PITCH + piece * 16), from, inside);
+                u8* place = stage + At::CODES + input_place<F, ROWS, TOKENS>(n, piece);
+                copy_async_or_zero(shared_address(place), from, inside);
             }
         }
     };
-    // Of the four rows of this lane: g and g + 8 of both m.
+    u32 a[2][2][4];
+    // Of the rows of this lane: g and g + 8 of each m.
     u32 odd = 0;
 #pragma unroll
-    for (int r = 0; r < 4; r++) odd |= F::odd(rows[warp * 32 + r * 8 + g], columns) ? 1u << r : 0;
+    for (int r = 0; r < 2 * M; r++) odd |= F::odd(rows[warp * 16 * M + r * 8 + g], columns) ? 1u << r : 0;
+    // Steps that are fetched ahead. Tensor cores may still read the stage before, which is left alone.
+    constexpr int AHEAD = At::NUMBER - 1 - WARP_GROUPS;
 #pragma unroll
-    for (int stage = 0; stage < F::STAGES - 1; stage++) {
-        if (stage < steps) fetch(stage, memory + stage * Stages<F>::BYTES);
+    for (int stage = 0; stage < AHEAD; stage++) {
+        if (stage < steps) fetch(stage, memory + stage * At::BYTES);
         copies_commit();
     }
+    auto behind = [](u32 stage) { return stage == (At::NUMBER - 1) * At::BYTES ? 0 : stage + At::BYTES; };
     // Where the step to be computed lies, and where the step that is fetched meanwhile is put.
-    u32 own = 0, fetched = (F::STAGES - 1) * Stages<F>::BYTES;
+    u32 own = 0, fetched = AHEAD * At::BYTES;
 #pragma unroll 1
     for (u32 step = 0; step < steps; step++) {
-        copies_wait<F::STAGES - 2>();
+        copies_wait<AHEAD - 1>();
+#if WARP_GROUPS
+        // What was copied is seen by the tensor cores.
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
         __syncthreads();
-        if (step + F::STAGES - 1 < steps) fetch(step + F::STAGES - 1, memory + fetched);
+        if (step + AHEAD < steps) fetch(step + AHEAD, memory + fetched);
         copies_commit();
-        fetched = own;
         const u8* codes = memory + own;
-        own = own == (F::STAGES - 1) * Stages<F>::BYTES ? 0 : own + Stages<F>::BYTES;
-        const u8* inputs = codes + Stages<F>::CODES + g * Stages<F>::INPUT_PITCH + t * 16;
-        const u32* scales = (const u32*)(codes + Stages<F>::SCALES) + warp * 32 + g;
-        codes += (warp * 32 + g) * F::PITCH;
+        fetched = WARP_GROUPS ? behind(fetched) : own;
+        own = behind(own);
+        const u32* scales = (const u32*)(codes + At::SCALES) + warp * 16 * M + g;
+        const u8* inputs = codes + At::CODES;
+        codes += (warp * 16 * M + g) * F::PITCH;
+        // Rows g and g + 8 of one m.
+        auto load = [&](int m, int r) {
+            u32 scale = F::SCALES ? scales[m * 16 + r * 8] : 0;
+            return F::load(codes + (m * 16 + r * 8) * F::PITCH, scale, odd >> (2 * m + r) & 1, step, t);
+        };
+        // Eight weights of each: left operands of the first four of each lane, then of the other four.
+        auto widen = [&](const typename F::Raw& raw, int part, int r, u32 (&a)[2][4]) {
+            u32 w[4];
+            F::widen(raw, part, table, w);
+            a[0][r] = w[0];
+            a[0][2 + r] = w[1];
+            a[1][r] = w[2];
+            a[1][2 + r] = w[3];
+        };
+#if WARP_GROUPS
+        const u32 address = shared_address(inputs);
+        constexpr int PARTS = F::KC / 32;
+#pragma unroll
+        for (int m = 0; m < M; m++) {
+            if (PARTS == 1) groups_wait<0>();
+            typename F::Raw upper = load(m, 0), lower = load(m, 1);
+            // While weights are multiplied, others are widened, to where the products of those before are done.
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) {
+                if (PARTS > 1) groups_wait<1>();
+                stays_behind(upper);
+                stays_behind(lower);
+                widen(upper, part, 0, a[part % 2]);
+                widen(lower, part, 1, a[part % 2]);
+                const u64 b = described<F>(address + part / 2 * (TOKENS * 128) + part % 2 * 64);
+                groups_begin();
+                multiply_group(sums[m], a[part % 2][0], b);
+                // 32 bytes on.
+                multiply_group(sums[m], a[part % 2][1], b + 2);
+                groups_commit();
+            }
+        }
+#else
+        inputs += g * At::INPUT_PITCH + t * 16;
         // Unrolled, the parts would need more registers than there are.
 #pragma unroll 1
         for (int part = 0; part < F::KC / 32; part++) {
-            // Left operands: of the first four weights of each lane, then of the other four.
-            u32 a[2][2][4];
 #pragma unroll
-            for (int r = 0; r < 4; r++) {
-                u32 w[4];
-                u32 scale = F::SCALES ? scales[r * 8] : 0;
-                F::widen(codes + r * 8 * F::PITCH, scale, odd >> r & 1, step, t, part, table, w);
-                a[r / 2][0][r % 2] = w[0];
-                a[r / 2][0][2 + r % 2] = w[1];
-                a[r / 2][1][r % 2] = w[2];
-                a[r / 2][1][2 + r % 2] = w[3];
+            for (int m = 0; m < M; m++) {
+#pragma unroll
+                for (int r = 0; r < 2; r++) widen(load(m, r), part, r, a[m]);
             }
 #pragma unroll
-            for (int n = 0; n < 8; n++) {
+            for (int n = 0; n < N; n++) {
                 if (n < input_tiles) {
-                    uint4 b = *(const uint4*)(inputs + n * 8 * Stages<F>::INPUT_PITCH + part * 64);
-                    multiply_tile(sums[0][n], a[0][0], b.x, b.y);
-                    multiply_tile(sums[1][n], a[1][0], b.x, b.y);
-                    multiply_tile(sums[0][n], a[0][1], b.z, b.w);
-                    multiply_tile(sums[1][n], a[1][1], b.z, b.w);
+                    uint4 b = *(const uint4*)(inputs + n * 8 * At::INPUT_PITCH + part * 64);
+#pragma unroll
+                    for (int m = 0; m < M; m++) multiply_tile(sums[m][n], a[m][0], b.x, b.y);
+#pragma unroll
+                    for (int m = 0; m < M; m++) multiply_tile(sums[m][n], a[m][1], b.z, b.w);
                 }
             }
         }
+#endif
     }
+#if WARP_GROUPS
+    groups_wait<0>();
+#endif
     copies_wait<0>();
     __syncthreads();
 }
@@ -341,26 +520,28 @@ static __device__ __forceinline__ void tile(float (&sums)[2][8][4], const Weight
 template <class F>
 static __device__ __forceinline__ void dense(const Weights& matrix, const u16* x, u64 stride, u32 columns, u32 group_rows,
                                              u32 tokens, float* out) {
+    constexpr int M = DENSE_ROWS / (THREADS / WARP * 16), N = DENSE_TOKENS / 8;
+    typedef Stages<F, DENSE_ROWS, DENSE_TOKENS> At;
     extern __shared__ uint4 shared_memory[];
-    __shared__ u32 rows_of_x[TILE_TOKENS];
+    __shared__ u32 rows_of_x[DENSE_TOKENS];
     __shared__ TileRows rows;
-    const u32 first_token = blockIdx.x * TILE_TOKENS, first = blockIdx.y * TILE_ROWS, group = blockIdx.z;
-    if (threadIdx.x < TILE_TOKENS) rows_of_x[threadIdx.x] = first_token + threadIdx.x;
+    const u32 first_token = blockIdx.x * DENSE_TOKENS, first = blockIdx.y * DENSE_ROWS, group = blockIdx.z;
+    if (threadIdx.x < DENSE_TOKENS) rows_of_x[threadIdx.x] = first_token + threadIdx.x;
     rows[threadIdx.x] = group * group_rows + min(first + threadIdx.x, group_rows - 1);
-    u8* memory = (u8*)shared_memory;
-    F::fill((uint4*)(memory + Stages<F>::ALL_BYTES));
+    u8* memory = stages_in(shared_memory);
+    F::fill((uint4*)(memory + At::ALL_BYTES));
     __syncthreads();
-    Inputs inputs = {x + (u64)group * columns, stride, rows_of_x, min(tokens - first_token, (u32)TILE_TOKENS)};
-    float sums[2][8][4];
-    tile<F>(sums, matrix, matrix, rows, columns, inputs, memory, (const uint4*)(memory + Stages<F>::ALL_BYTES));
+    Inputs inputs = {x + (u64)group * columns, stride, rows_of_x, min(tokens - first_token, (u32)DENSE_TOKENS)};
+    float sums[M][N][4];
+    tile<F, M, N>(sums, matrix, matrix, rows, columns, inputs, memory, (const uint4*)(memory + At::ALL_BYTES));
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
-    for (int m = 0; m < 2; m++) {
+    for (int m = 0; m < M; m++) {
 #pragma unroll
-        for (int n = 0; n < 8; n++) {
+        for (int n = 0; n < N; n++) {
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                u32 row = first + warp * 32 + m * 16 + i / 2 * 8 + g, token = n * 8 + t * 2 + i % 2;
+                u32 row = first + (warp * M + m) * 16 + i / 2 * 8 + g, token = n * 8 + t * 2 + i % 2;
                 if (row < group_rows && token < inputs.count) {
                     out[(u64)(first_token + token) * matrix.rows + (u64)group * group_rows + row] = sums[m][n][i];
                 }
@@ -379,7 +560,7 @@ static __device__ __forceinline__ u32 count_tiles(const u32* starts, u32 n_exper
     __syncthreads();
     for (u32 base = 0; base < n_experts; base += THREADS) {
         u32 e = base + threadIdx.x;
-        u32 own = e < n_experts ? (starts[e + 1] - starts[e] + TILE_TOKENS - 1) / TILE_TOKENS : 0, sum = own;
+        u32 own = e < n_experts ? (starts[e + 1] - starts[e] + EXPERT_TOKENS - 1) / EXPERT_TOKENS : 0, sum = own;
 #pragma unroll
         for (int distance = 1; distance < WARP; distance *= 2) {
             u32 other = __shfl_up_sync(ALL_LANES, sum, distance);
@@ -411,11 +592,21 @@ static __device__ __forceinline__ u32 expert_of(const u32* before, u32 n_experts
     return low;
 }
 
+// Where the values 2 pair and 2 pair + 1 of a piece of eight are among the columns of a step. Those that one lane multiplies
+// are neighbours for `mma`; `wgmma` has an order of its own, in each 32 columns.
+static __device__ __forceinline__ u32 place_of_pair(u32 piece, u32 pair) {
+#if WARP_GROUPS
+    return piece / 4 * 32 + pair * 8 + piece % 4 * 2;
+#else
+    return piece * 8 + pair * 2;
+#endif
+}
+
 // Place of a column among those of its step in the order that a format wants; `pieces` has a hexadecimal digit for each
 // piece of eight columns.
 static __device__ __forceinline__ u32 permuted(u32 column, u64 pieces, u32 step_columns) {
     u32 within = column % step_columns;
-    return column - within + (u32)(pieces >> (within / 8 * 4) & 15) * 8 + within % 8;
+    return column - within + place_of_pair(pieces >> (within / 8 * 4) & 15, within % 8 / 2) + within % 2;
 }
 
 // What the kernels for experts share.
@@ -441,12 +632,12 @@ static __device__ __forceinline__ void find_tile(volatile Tile& tile, const Sort
                                                  u32 row_tiles, u32 tile_rows) {
     u32 expert = expert_of(before, sorted.n_experts, index / row_tiles);
     u32 start = sorted.starts[expert], end = sorted.starts[expert + 1];
-    u32 expert_tiles = (end - start + TILE_TOKENS - 1) / TILE_TOKENS, within = index - before[expert] * row_tiles;
-    u32 place = start + within % expert_tiles * TILE_TOKENS;
+    u32 expert_tiles = (end - start + EXPERT_TOKENS - 1) / EXPERT_TOKENS, within = index - before[expert] * row_tiles;
+    u32 place = start + within % expert_tiles * EXPERT_TOKENS;
     tile.expert = expert;
     tile.first_row = within / expert_tiles * tile_rows;
     tile.place = place;
-    tile.count = min(end - place, (u32)TILE_TOKENS);
+    tile.count = min(end - place, (u32)EXPERT_TOKENS);
 }
 
 // mids[place, .] = weight * swiglu(gate x, up x) as f16, in the order that the down product wants;
@@ -456,16 +647,16 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
                                                u32 n_used, const float* weights, u32 columns, u32 rows, float limit,
                                                u64 pieces, u32 step_columns, u16* mids, float* plain) {
     extern __shared__ uint4 shared_memory[];
-    __shared__ u32 rows_of_x[TILE_TOKENS], items[TILE_TOKENS];
+    __shared__ u32 rows_of_x[EXPERT_TOKENS], items[EXPERT_TOKENS];
     __shared__ TileRows tile_rows;
     __shared__ volatile Tile now;
-    u8* memory = (u8*)shared_memory;
-    uint4* table = (uint4*)(memory + Stages<F>::ALL_BYTES);
+    u8* memory = stages_in(shared_memory);
+    uint4* table = (uint4*)(memory + Stages<F, THREADS, EXPERT_TOKENS>::ALL_BYTES);
     u32* before = (u32*)((u8*)table + F::TABLE_BYTES);
     F::fill(table);
-    const u32 row_tiles = (rows + 127) / 128, tiles = count_tiles(sorted.starts, sorted.n_experts, before) * row_tiles;
+    const u32 row_tiles = (rows + THREADS / 2 - 1) / (THREADS / 2), tiles = count_tiles(sorted.starts, sorted.n_experts, before) * row_tiles;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        if (threadIdx.x == 0) find_tile(now, sorted, before, index, row_tiles, 128);
+        if (threadIdx.x == 0) find_tile(now, sorted, before, index, row_tiles, THREADS / 2);
         __syncthreads();
         if (threadIdx.x < now.count) {
             u32 item = sorted.order[now.place + threadIdx.x];
@@ -477,7 +668,7 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
         __syncthreads();
         Inputs inputs = {x, columns, rows_of_x, now.count};
         float sums[2][8][4];
-        tile<F>(sums, gate, up, tile_rows, columns, inputs, memory, table);
+        tile<F, 2, 8>(sums, gate, up, tile_rows, columns, inputs, memory, table);
         const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -505,17 +696,17 @@ template <class F>
 static __device__ __forceinline__ void down(const Weights& matrix, const Sorted& sorted, const u16* mids, u32 columns,
                                             u32 rows, float* parts) {
     extern __shared__ uint4 shared_memory[];
-    __shared__ u32 rows_of_x[TILE_TOKENS], items[TILE_TOKENS];
+    __shared__ u32 rows_of_x[EXPERT_TOKENS], items[EXPERT_TOKENS];
     __shared__ TileRows tile_rows;
     __shared__ volatile Tile now;
-    u8* memory = (u8*)shared_memory;
-    uint4* table = (uint4*)(memory + Stages<F>::ALL_BYTES);
+    u8* memory = stages_in(shared_memory);
+    uint4* table = (uint4*)(memory + Stages<F, THREADS, EXPERT_TOKENS>::ALL_BYTES);
     u32* before = (u32*)((u8*)table + F::TABLE_BYTES);
     F::fill(table);
-    const u32 row_tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    const u32 row_tiles = (rows + THREADS - 1) / THREADS;
     const u32 tiles = count_tiles(sorted.starts, sorted.n_experts, before) * row_tiles;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
-        if (threadIdx.x == 0) find_tile(now, sorted, before, index, row_tiles, TILE_ROWS);
+        if (threadIdx.x == 0) find_tile(now, sorted, before, index, row_tiles, THREADS);
         __syncthreads();
         if (threadIdx.x < now.count) {
             items[threadIdx.x] = sorted.order[now.place + threadIdx.x];
@@ -525,7 +716,7 @@ static __device__ __forceinline__ void down(const Weights& matrix, const Sorted&
         __syncthreads();
         Inputs inputs = {mids, columns, rows_of_x, now.count};
         float sums[2][8][4];
-        tile<F>(sums, matrix, matrix, tile_rows, columns, inputs, memory, table);
+        tile<F, 2, 8>(sums, matrix, matrix, tile_rows, columns, inputs, memory, table);
         const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int m = 0; m < 2; m++) {
@@ -543,7 +734,7 @@ static __device__ __forceinline__ void down(const Weights& matrix, const Sorted&
 }
 
 #define DENSE(NAME, F)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) dense_##NAME(                                            \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) dense_##NAME(                                            \
         const __grid_constant__ Weights matrix, const u16* x, u64 stride, u32 columns, u32 group_rows, u32 tokens,    \
         float* out) {                                                                                                 \
         dense<F>(matrix, x, stride, columns, group_rows, tokens, out);                                                \
@@ -551,13 +742,13 @@ static __device__ __forceinline__ void down(const Weights& matrix, const Sorted&
 
 #define EXPERTS(NAME, F)                                                                                              \
     DENSE(NAME, F)                                                                                                    \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) gate_up_##NAME(                                          \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) gate_up_##NAME(                                          \
         const __grid_constant__ Weights gate, const __grid_constant__ Weights up,                                     \
         const __grid_constant__ Sorted sorted, const u16* x, u32 n_used, const float* weights, u32 columns, u32 rows, \
         float limit, u64 pieces, u32 step_columns, u16* mids, float* plain) {                                         \
         gate_up<F>(gate, up, sorted, x, n_used, weights, columns, rows, limit, pieces, step_columns, mids, plain);    \
     }                                                                                                                 \
-    extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) down_##NAME(                                             \
+    extern "C" __global__ void __launch_bounds__(THREADS, 1) down_##NAME(                                             \
         const __grid_constant__ Weights matrix, const __grid_constant__ Sorted sorted, const u16* mids, u32 columns,  \
         u32 rows, float* parts) {                                                                                     \
         down<F>(matrix, sorted, mids, columns, rows, parts);                                                          \
@@ -577,17 +768,21 @@ extern "C" __global__ void __launch_bounds__(256) to_halves(const float* values,
     if (i >= n) return;
     float4 a = *(const float4*)(values + i), b = *(const float4*)(values + i + 4);
     u32 within = i % step_columns;
-    u64 place = i - within + (u32)(pieces >> (within / 8 * 4) & 15) * 8;
-    *(uint4*)(halves + place) = make_uint4(floats_to_halves(a.x, a.y), floats_to_halves(a.z, a.w),
-                                           floats_to_halves(b.x, b.y), floats_to_halves(b.z, b.w));
+    u32 piece = pieces >> (within / 8 * 4) & 15;
+    u16* to = halves + (i - within);
+    *(u32*)(to + place_of_pair(piece, 0)) = floats_to_halves(a.x, a.y);
+    *(u32*)(to + place_of_pair(piece, 1)) = floats_to_halves(a.z, a.w);
+    *(u32*)(to + place_of_pair(piece, 2)) = floats_to_halves(b.x, b.y);
+    *(u32*)(to + place_of_pair(piece, 3)) = floats_to_halves(b.z, b.w);
 }
 
 // Sorts items by expert, keeping their order within one: starts[n_experts + 1] and order[n]. A block has one expert; it
 // counts the items of the experts before its own, so that blocks need not wait for each other.
 extern "C" __global__ void __launch_bounds__(256) sort_by_expert(const u32* experts, u32 n, u32 n_experts, u32* starts,
                                                                  u32* order) {
-    __shared__ u32 before[THREADS / WARP], own[THREADS / WARP];
-    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = THREADS / WARP, expert = blockIdx.x;
+    constexpr u32 warps = 256 / WARP;
+    __shared__ u32 before[warps], own[warps];
+    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, expert = blockIdx.x;
     const u32 share = (n + warps - 1) / warps, begin = min(warp * share, n), end = min(begin + share, n);
     u32 less = 0, equal = 0;
     for (u32 i = begin; i < end; i += WARP) {

@@ -7,13 +7,27 @@ use super::super::error::CudaError;
 use super::super::module::Gpu;
 use super::{ExpertMatrices, GRID_LIMIT, Matrix, Routed, Workspace, workspace_bytes};
 
-/// Inputs and rows that a block takes at once, and its threads.
-const TILE_TOKENS: usize = 64;
-const TILE_ROWS: usize = 256;
-const THREADS: u32 = 256;
+/// What a block, which has a multiprocessor for itself, takes at once, as in the kernels.
+struct Tiling {
+    threads: usize,
+    /// Rows and inputs of a dense matrix.
+    dense: (usize, usize),
+    /// Rows and inputs of an expert.
+    expert: (usize, usize),
+    /// Steps in shared memory besides those of the format.
+    more_stages: usize,
+}
 
-/// Blocks that a multiprocessor has at once, at most.
-const BLOCKS_EACH: usize = 2;
+impl Tiling {
+    fn of(gpu: &Gpu) -> &'static Self {
+        const GROUPS: Tiling = Tiling { threads: 512, dense: (256, 128), expert: (512, 64), more_stages: 1 };
+        const WARPS: Tiling = Tiling { threads: 256, dense: (256, 64), expert: (256, 64), more_stages: 0 };
+        if gpu.kernels.has_warp_groups() { &GROUPS } else { &WARPS }
+    }
+}
+
+/// Threads of `sort_by_expert`.
+const SORTING_THREADS: u32 = 256;
 
 /// Experts whose tiles can be counted in shared memory.
 const MOST_EXPERTS: usize = 1024;
@@ -26,8 +40,11 @@ struct Format {
     step_columns: usize,
     /// Where each piece of eight columns goes among those of its step, a hexadecimal digit each.
     pieces: u64,
-    /// Shared memory of a block.
-    shared_bytes: usize,
+    /// Steps in shared memory, bytes of a row there and of an input, and those of a table.
+    stages: usize,
+    row_bytes: usize,
+    input_bytes: usize,
+    table_bytes: usize,
     /// Whether there are kernels for routed experts.
     experts: bool,
 }
@@ -59,14 +76,29 @@ impl Format {
         // Places of scales are counted in 32 bits, rows in 31.
         let small = u32::try_from(matrix.rows().saturating_mul(columns / 32)).is_ok()
             && i32::try_from(matrix.rows()).is_ok()
-            && matrix.rows().div_ceil(TILE_ROWS) <= GRID_LIMIT;
-        let input_pitch = if step_columns == 32 { 64 } else { step_columns * 2 + 64 };
+            && matrix.rows() / 256 < GRID_LIMIT;
+        let input_bytes = if step_columns == 32 { 64 } else { step_columns * 2 + 64 };
         let scale_bytes = if matches!(matrix.block_type(), BlockType::Q4K | BlockType::F16) { 0 } else { 4 };
-        let stage_bytes = TILE_ROWS * (pitch + scale_bytes) + TILE_TOKENS * input_pitch;
-        let shared_bytes = stages * stage_bytes + table_bytes;
+        let row_bytes = pitch + scale_bytes;
         let experts = !matches!(matrix.block_type(), BlockType::Q8_0 | BlockType::F16);
         let name = matrix.block_type().name();
-        (fits && small).then_some(Self { name, step_columns, pieces, shared_bytes, experts })
+        (fits && small).then_some(Self {
+            name,
+            step_columns,
+            pieces,
+            stages,
+            row_bytes,
+            input_bytes,
+            table_bytes,
+            experts,
+        })
+    }
+
+    /// Shared memory of a block.
+    fn shared_bytes(&self, tiling: &Tiling, (rows, tokens): (usize, usize)) -> usize {
+        // Stages begin at a multiple of 1,024 bytes.
+        let stage_bytes = rows * self.row_bytes + tokens * self.input_bytes;
+        1024 + (self.stages + tiling.more_stages) * stage_bytes + self.table_bytes
     }
 
     /// Rounds inputs to `f16` in the order that this format wants.
@@ -118,10 +150,11 @@ pub(super) fn products(
             .int(group_rows)
             .int(tokens)
             .long(*output);
-        let shape = Launch::new(tokens.div_ceil(TILE_TOKENS), THREADS)
-            .by(group_rows.div_ceil(TILE_ROWS))
+        let tiling = Tiling::of(gpu);
+        let shape = Launch::new(tokens.div_ceil(tiling.dense.1), tiling.threads as u32)
+            .by(group_rows.div_ceil(tiling.dense.0))
             .deep(groups)
-            .shared(format.shared_bytes as u32);
+            .shared(format.shared_bytes(tiling, tiling.dense) as u32);
         gpu.launch("matrix_prefill", &format!("dense_{}", format.name), shape, arguments)?;
     }
     Ok(())
@@ -215,16 +248,22 @@ impl ExpertMatrices {
             .int(self.n_experts)
             .write(&parts.starts)
             .write(&parts.order);
-        gpu.launch("matrix_prefill", "sort_by_expert", Launch::new(self.n_experts, THREADS), arguments)
+        gpu.launch(
+            "matrix_prefill",
+            "sort_by_expert",
+            Launch::new(self.n_experts, SORTING_THREADS),
+            arguments,
+        )
     }
 
-    /// As many blocks as can run, but none without work whatever the choices.
-    fn prefill_launch(&self, gpu: &Gpu, work: &Routed<'_>, row_tiles: usize, format: &Format) -> Launch {
-        let items = work.experts.len();
-        let most_tiles = (items / TILE_TOKENS + self.n_experts.min(items)) * row_tiles;
-        let blocks = most_tiles.min(BLOCKS_EACH * gpu.device.facts().n_multiprocessors as usize);
-        let shared = format.shared_bytes + self.n_experts * size_of::<u32>();
-        Launch::new(blocks, THREADS).shared(shared as u32)
+    /// As many blocks as can run, but none without work whatever the choices. `rows`: those of one expert's tiles.
+    fn prefill_launch(&self, gpu: &Gpu, work: &Routed<'_>, rows: usize, format: &Format) -> Launch {
+        let (items, tiling) = (work.experts.len(), Tiling::of(gpu));
+        let row_tiles = rows.div_ceil(tiling.expert.0);
+        let most_tiles = (items / tiling.expert.1 + self.n_experts.min(items)) * row_tiles;
+        let blocks = most_tiles.min(gpu.device.facts().n_multiprocessors as usize);
+        let shared = format.shared_bytes(tiling, tiling.expert) + self.n_experts * size_of::<u32>();
+        Launch::new(blocks, tiling.threads as u32).shared(shared as u32)
     }
 
     fn sorted(&self, parts: &Parts<'_>) -> [u64; 3] {
@@ -257,7 +296,7 @@ impl ExpertMatrices {
             Some(mids) => arguments.write(mids),
             None => arguments.null(),
         };
-        let shape = self.prefill_launch(gpu, work, self.width().div_ceil(TILE_ROWS / 2), &gate);
+        let shape = self.prefill_launch(gpu, work, 2 * self.width(), &gate);
         gpu.launch("matrix_prefill", &format!("gate_up_{}", gate.name), shape, arguments)
     }
 
@@ -276,7 +315,7 @@ impl ExpertMatrices {
             .int(self.width())
             .int(self.outputs())
             .write(&parts.products);
-        let shape = self.prefill_launch(gpu, work, self.outputs().div_ceil(TILE_ROWS), &down);
+        let shape = self.prefill_launch(gpu, work, self.outputs(), &down);
         gpu.launch("matrix_prefill", &format!("down_{}", down.name), shape, arguments)
     }
 }
