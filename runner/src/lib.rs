@@ -13,6 +13,7 @@ pub mod load;
 pub mod logits;
 pub mod observe;
 pub mod ops;
+mod rotary;
 pub mod sample;
 pub mod session;
 pub mod tokenizer;

@@ -5,11 +5,9 @@ use std::sync::Arc;
 use gguf_tools::model::{HyperParameters, TensorTable};
 
 use crate::error::RunnerError;
-use crate::forward::{
-    AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights, Layer, Network, compressed_rope,
-    plain_rope,
-};
+use crate::forward::{AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights, Layer, Network};
 use crate::ops::{Backend, Compressor, GatedFfn, HyperConnection, MatrixPlace, RouterRule};
+use crate::rotary::{compressed_rope, plain_rope};
 use crate::weights::{FoundTensor, WeightSource, check_shape};
 
 /// Makes the model of a source usable on a backend. Matrices stay where they are until they are used.

@@ -36,7 +36,7 @@ fn post_of(input: MatrixInput) -> Option<Site> {
 
 /// One input.
 struct Input {
-    input: MatrixInput,
+    of: MatrixInput,
     site: Site,
     /// Values that wait for the weights of their tokens, `[tokens, groups, columns]`.
     waiting: Vec<f32>,
@@ -71,7 +71,7 @@ impl Dense {
             let columns = input.width(model) as usize / n_groups;
             let groups = (0..n_groups).map(|_| SecondMoments::new(columns)).collect();
             let site = site_of(input)?;
-            Some(Input { input, site, waiting: Vec::new(), groups, means: Vec::new(), n_tokens: 0 })
+            Some(Input { of: input, site, waiting: Vec::new(), groups, means: Vec::new(), n_tokens: 0 })
         };
         Self {
             layer,
@@ -102,7 +102,7 @@ impl Dense {
         };
         let (attention, ffn) = (weights(&self.attention_posts), weights(&self.ffn_posts));
         self.inputs.par_iter_mut().for_each(|input| {
-            input.add(if post_of(input.input) == Some(Site::AttentionPost) { &attention } else { &ffn });
+            input.add(if post_of(input.of) == Some(Site::AttentionPost) { &attention } else { &ffn });
         });
         self.attention_posts.clear();
         self.ffn_posts.clear();
@@ -122,7 +122,7 @@ impl Dense {
         input: MatrixInput,
         group: usize,
     ) -> Result<MatrixMoments, CalibrationError> {
-        let found = self.inputs.iter().find(|found| found.input == input);
+        let found = self.inputs.iter().find(|found| found.of == input);
         let (found, moments) = found
             .and_then(|found| Some((found, found.means.get(group)?.clone())))
             .ok_or_else(|| format!("group {group} of {input:?} was not gathered"))?;

@@ -38,6 +38,12 @@ pub const CHIPS: [&str; 4] = ["sm_90", "sm_90a", "sm_120", "sm_121"];
 /// What sources on activations begin with behind that.
 const ACTIVATIONS: &str = include_str!("kernels/activations.cuh");
 
+/// What the source of products with many inputs begins with.
+const PREFILL_FORMATS: &str = include_str!("kernels/prefill_formats.cuh");
+
+/// Name of that source.
+const PREFILL: &str = "matrix_prefill";
+
 /// Options of every compilation.
 const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "-diag-suppress=177"];
 
@@ -98,6 +104,9 @@ impl Unit {
         if self.activations {
             source.push_str(ACTIVATIONS);
         }
+        if self.name == PREFILL {
+            source.push_str(PREFILL_FORMATS);
+        }
         source.push_str(self.text);
         source
     }
@@ -109,7 +118,7 @@ impl Unit {
 
     /// Virtual architectures that its PTX is embedded for.
     pub fn ptx_targets(&self) -> &'static [&'static str] {
-        if self.name == "matrix_prefill" { &[PTX_TARGET, OWN_PTX_TARGET] } else { &[PTX_TARGET] }
+        if self.name == PREFILL { &[PTX_TARGET, OWN_PTX_TARGET] } else { &[PTX_TARGET] }
     }
 
     /// Whether products and sums may be contracted, as an option of the compiler.
@@ -513,10 +522,12 @@ mod tests {
         let stale = stale().unwrap();
         assert!(stale.is_empty(), "run `cargo xtask kernels`: {stale:?} changed");
         let prebuilt = prebuilt().unwrap();
-        assert_eq!(prebuilt.units.len(), UNITS.len());
+        assert_eq!(prebuilt.units.len(), UNITS.iter().map(|unit| unit.ptx_targets().len()).sum::<usize>());
         for unit in prebuilt.units.values() {
             assert!(unit.ptx.contains(".target sm_90") && !unit.ptx.contains('\0'));
         }
+        let own = Prebuilt::key(&UNITS[5], OWN_PTX_TARGET);
+        assert!(prebuilt.units[&own].ptx.contains("wgmma"), "the H100 and H200 have code of their own");
     }
 
     #[test]
@@ -526,7 +537,7 @@ mod tests {
         "0".clone_into(&mut prebuilt.units.get_mut(UNITS[2].name).unwrap().hash);
         let stale = prebuilt.stale();
         assert!(stale.contains(&UNITS[0].name) && stale.contains(&UNITS[2].name));
-        assert!(prebuilt.of(&UNITS[2]).is_none());
+        assert!(prebuilt.of(&UNITS[2], PTX_TARGET).is_none());
     }
 
     #[test]

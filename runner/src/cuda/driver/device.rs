@@ -188,14 +188,12 @@ impl Device {
     /// If queued work failed, or the driver refuses.
     pub(in super::super) fn trim(&self) -> Result<(), CudaError> {
         self.bind()?;
-        let waited = step("waiting for the device", result::ctx::synchronize());
+        step("waiting for the device", result::ctx::synchronize())?;
+        // SAFETY: the device is that of the context.
+        let pool = unsafe { result::device::get_default_mem_pool(self.stream.context.device) };
         // SAFETY: the pool is the device's own.
-        waited.and_then(|()| {
-            step("giving memory back", unsafe {
-                result::device::get_default_mem_pool(self.stream.context.device)
-                    .and_then(|pool| result::mem_pool::trim_to(pool, 0))
-            })
-        })
+        let trimmed = pool.and_then(|pool| unsafe { result::mem_pool::trim_to(pool, 0) });
+        step("giving memory back", trimmed)
     }
 
     /// Waits until all queued work is done; reports errors of kernels that ran.
