@@ -84,7 +84,8 @@ template <typename W> struct MixerSlice {
 };
 
 // Products of the mixer [n, width] with a slice of the streams, and the slice's sum of squares behind them:
-// partials [T, n + 1, slices]. Grid: slices by groups of tokens; 8 warps; width a multiple of 8.
+// partials [T, n + 1, slices]. Grid: slices by groups of tokens, which are one token or come several at once; 8 warps; width a
+// multiple of 8.
 template <typename W, int TOKENS_AT_ONCE>
 static __device__ __forceinline__ void hc_mix(
     const float* streams, const W* mixer, float* partials, int n_tokens, int width, int n, int n_slices, int group) {
@@ -93,25 +94,28 @@ static __device__ __forceinline__ void hc_mix(
     slice.load(mixer, width, n);
     await_previous();
     int first = blockIdx.y * group, end = min(first + group, n_tokens);
-    float x[TOKENS_AT_ONCE][8], next[TOKENS_AT_ONCE][8];
-    auto fetch = [&](int token) {
+    float x[TOKENS_AT_ONCE][8];
+    auto fetch = [&](int token, float (&to)[TOKENS_AT_ONCE][8]) {
 #pragma unroll
         for (int t = 0; t < TOKENS_AT_ONCE; t++) {
 #pragma unroll
-            for (int i = 0; i < 8; i++) next[t][i] = 0.0f;
-            if (at < width) load_8(streams + (u64)min(token + t, end - 1) * width + at, next[t]);
+            for (int i = 0; i < 8; i++) to[t][i] = 0.0f;
+            if (at < width) load_8(streams + (u64)min(token + t, end - 1) * width + at, to[t]);
         }
     };
-    fetch(first);
+    fetch(first, x);
     for (int token = first; token < end; token += TOKENS_AT_ONCE) {
+        float next[TOKENS_AT_ONCE][8];
+        // While some tokens are multiplied, the next are on their way.
+        bool goes_on = TOKENS_AT_ONCE > 1 && token + TOKENS_AT_ONCE < end;
+        if (goes_on) fetch(token + TOKENS_AT_ONCE, next);
+        slice.multiply(x, partials + (u64)token * (n + 1) * n_slices, n, n_slices, end - token);
+        if (!goes_on) break;
 #pragma unroll
         for (int t = 0; t < TOKENS_AT_ONCE; t++) {
 #pragma unroll
             for (int i = 0; i < 8; i++) x[t][i] = next[t][i];
         }
-        // While these are multiplied, the next are on their way.
-        if (token + TOKENS_AT_ONCE < end) fetch(token + TOKENS_AT_ONCE);
-        slice.multiply(x, partials + (u64)token * (n + 1) * n_slices, n, n_slices, end - token);
     }
 }
 
