@@ -376,7 +376,10 @@ impl Kernels {
             (modules, _) => (modules.map_err(|error| no_kernels(device, error, None))?, compiler),
         };
         let origin = from.map_or_else(
-            || format!("embedded PTX ({PTX_TARGET}), finished by the driver"),
+            || {
+                let own = if has_own_instructions(device) { " and compute_90a" } else { "" };
+                format!("embedded PTX ({PTX_TARGET}{own}), finished by the driver")
+            },
             |(major, minor)| format!("compiled by NVRTC {major}.{minor}"),
         );
         let kernels = RwLock::default();
