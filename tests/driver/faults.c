@@ -15,18 +15,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "setting.h"
+
 typedef unsigned long long address;
 
-static long setting(const char *name, long otherwise) {
-    const char *text = getenv("FAULTS");
-    size_t length = strlen(name);
-    while (text && *text) {
-        if (strncmp(text, name, length) == 0 && text[length] == '=') return strtol(text + length + 1, NULL, 10);
-        text = strchr(text, ',');
-        if (text) text++;
-    }
-    return otherwise;
-}
+static long setting(const char *name, long otherwise) { return setting_of("FAULTS", name, otherwise); }
 
 /* A function of the driver behind this library. */
 static void *behind(const char *name) {

@@ -11,18 +11,11 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "setting.h"
+
 typedef unsigned long long address;
 
-static long setting(const char *name, long otherwise) {
-    const char *text = getenv("STAND_IN");
-    size_t length = strlen(name);
-    while (text && *text) {
-        if (strncmp(text, name, length) == 0 && text[length] == '=') return strtol(text + length + 1, NULL, 10);
-        text = strchr(text, ',');
-        if (text) text++;
-    }
-    return otherwise;
-}
+static long setting(const char *name, long otherwise) { return setting_of("STAND_IN", name, otherwise); }
 
 int cuDriverGetVersion(int *version) {
     *version = (int)setting("driver", 13000);
