@@ -447,10 +447,12 @@ fn a_plan_of_a_repository_reads_headers_only_and_equals_that_of_the_folder() {
     let n_bytes: u64 = files.iter().filter(|file| file.large).map(|file| file.body.n_bytes).sum();
     let hub = LoopbackHub::start(REPOSITORY, files, |_, response| response);
     let home = tempfile::tempdir().unwrap();
+    // Where headers of the hub are copied to is nobody's business; a checkout may well lie there.
+    let is_local = |arguments: &[&str]| !arguments.iter().any(|argument| argument.starts_with("hf:"));
     let plan = |arguments: &[&str]| -> serde_json::Value {
         let mut command = ggsmith(&hub.hub.url(), home.path());
         let (stdout, _) = done(command.args(["plan", "--json", "--recipe", "mxfp4"]).args(arguments));
-        assert!(!stdout.contains("/tmp"), "{stdout}");
+        assert!(is_local(arguments) || !stdout.contains("/tmp"), "{stdout}");
         let mut plan: serde_json::Value = serde_json::from_str(&stdout).unwrap();
         // The header holds the name of the source, which may end on another page of 4096 bytes.
         let tensors = plan["tensors"].as_array_mut().unwrap();
@@ -468,7 +470,7 @@ fn a_plan_of_a_repository_reads_headers_only_and_equals_that_of_the_folder() {
     }
     let account = |model: &str| -> serde_json::Value {
         let (stdout, _) = done(ggsmith(&hub.hub.url(), home.path()).args(["account", "--json", model]));
-        assert!(!stdout.contains("/tmp"), "{stdout}");
+        assert!(is_local(&[model]) || !stdout.contains("/tmp"), "{stdout}");
         serde_json::from_str(&stdout).unwrap()
     };
     let (local, remote) = (account(folder.to_str().unwrap()), account("hf:org/model"));
