@@ -27,12 +27,17 @@ step() { # name, command: its output goes to OUT/name.txt
     "$ggsmith" doctor
 } >"$out/machine.txt" 2>&1
 
-for group in rows attention matrices model equalities; do
+for group in rows attention matrices model equalities steering; do
     step "self-test-$group" "$ggsmith" doctor --self-test $group
+done
+# What chips compute with that have no instructions of their own.
+for group in matrices model equalities steering; do
+    step "self-test-portable-$group" "$ggsmith" doctor --self-test $group --portable-kernels
 done
 bench=("$ggsmith" bench --synthetic flash --recipe q2)
 step decode-and-prefill "${bench[@]}" --ctx-start 2048 --ctx-max 8192 --step-incr 6144 --gen-tokens 128
 step long-context "${bench[@]}" --ctx-start 2048 --ctx-max 131072 --step-mul 4 --gen-tokens 64 --ctx 131328
+step portable "${bench[@]}" --ctx-start 2048 --ctx-max 2048 --gen-tokens 64 --portable-kernels
 step profile "${bench[@]}" --ctx-start 2048 --ctx-max 2048 --profile
 "$ggsmith" bench --kernels >"$out/kernels.json" 2>"$out/kernels.txt"
 

@@ -8,9 +8,9 @@ use gguf_tools::simd::Level;
 use serde::Serialize;
 
 use crate::cpu::CpuBackend;
-use crate::cuda::CudaBackend;
 use crate::cuda::driver::KernelShare;
 use crate::cuda::self_test::read_bandwidth;
+use crate::cuda::{CudaBackend, KernelChoice};
 use crate::engine::{Engine, SavedSequence, Sequence};
 use crate::error::RunnerError;
 use crate::forward::Steering;
@@ -55,6 +55,8 @@ pub struct Options {
     pub release_weights: Option<bool>,
     /// Most bytes of a device's memory that a model may take; `None`: what is free.
     pub device_bytes: Option<u64>,
+    /// Which kernels a GPU uses. Results may depend on it: other instructions add in another order.
+    pub kernels: KernelChoice,
     /// Directions that are taken out of activations, one set after the other.
     pub steering: Vec<Arc<Steering>>,
     /// Whether a GPU records the pass over a single token once and repeats it for every next one. Results do not
@@ -78,6 +80,7 @@ impl Default for Options {
             widen_up_to_bytes: 512 << 20,
             release_weights: None,
             device_bytes: None,
+            kernels: KernelChoice::default(),
             steering: Vec::new(),
             record_steps: true,
             level: Level::detect(),

@@ -5,8 +5,8 @@ use std::fs;
 use std::path::Path;
 
 use gguf_tools::checkpoint::{Checkpoint, tokenizer as source};
-use runner::cuda::Gpu;
 use runner::cuda::check::{Check, Group, SelfTest, self_test};
+use runner::cuda::{Gpu, KernelChoice};
 use runner::logits::argmax;
 use runner::tokenizer::Tokenizer;
 use runner::{Model, Numerics, Options, Processor};
@@ -20,7 +20,7 @@ fn checkpoint() -> &'static Path {
 /// Whether a device can be used; says why not.
 #[expect(clippy::print_stderr, reason = "a test that is skipped says so")]
 fn device_is_there(what: &str) -> bool {
-    match Gpu::open(0) {
+    match Gpu::open(0, KernelChoice::default()) {
         Ok(_) => true,
         Err(error) => {
             eprintln!("skipped: {what}: {error}");
@@ -30,6 +30,10 @@ fn device_is_there(what: &str) -> bool {
 }
 
 fn check(group: Group) {
+    check_with(group, KernelChoice::default());
+}
+
+fn check_with(group: Group, kernels: KernelChoice) {
     let name = Group::NAMES.iter().find(|(_, found)| *found == group).map_or("", |(name, _)| name);
     if !device_is_there(name) {
         return;
@@ -43,7 +47,8 @@ fn check(group: Group) {
             failed.push(format!("{}: {}", check.name, check.detail));
         }
     };
-    self_test(&SelfTest { ordinal: 0, model: checkpoint(), tokens: &tokens }, group, &mut each).unwrap();
+    self_test(&SelfTest { ordinal: 0, kernels, model: checkpoint(), tokens: &tokens }, group, &mut each)
+        .unwrap();
     assert!(failed.is_empty(), "{}", failed.join("\n"));
 }
 
@@ -70,6 +75,19 @@ fn the_nano_model_equals_the_cpu() {
 #[test]
 fn recording_cutting_batching_and_restoring_change_no_bit() {
     check(Group::Equalities);
+}
+
+#[test]
+fn steering_and_what_observers_see_equal_the_cpu() {
+    check(Group::Steering);
+}
+
+#[test]
+fn kernels_for_any_chip_equal_the_cpu() {
+    let portable = KernelChoice { portable: true, ..KernelChoice::default() };
+    for group in [Group::Matrices, Group::Model, Group::Equalities] {
+        check_with(group, portable);
+    }
 }
 
 #[test]

@@ -9,8 +9,8 @@ use anyhow::Context;
 use clap::Args;
 use gguf_tools::account::{Account, AccountOptions, TokenBytes, bytes_per_token_of};
 use runner::bandwidth::read_bandwidth;
-use runner::cuda::Gpu;
 use runner::cuda::self_test::kernel_times;
+use runner::cuda::{Gpu, KernelChoice};
 use runner::logits::argmax;
 use runner::ops::Work;
 use runner::weights::{WeightSource, open_source};
@@ -129,7 +129,7 @@ struct Machine {
 pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     arguments.check()?;
     if let Some(wanted) = &arguments.kernels {
-        return print_kernels(wanted);
+        return print_kernels(wanted, arguments.compute.kernels());
     }
     let options = arguments.compute.options()?;
     let (source, token_bytes) = arguments.source()?;
@@ -167,8 +167,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
 }
 
 /// Time of every matrix kernel whose name contains `wanted`.
-fn print_kernels(wanted: &str) -> anyhow::Result<ExitCode> {
-    let gpu = Gpu::open(0)?;
+fn print_kernels(wanted: &str, choice: KernelChoice) -> anyhow::Result<ExitCode> {
+    let gpu = Gpu::open(0, choice)?;
     let mut times = Vec::new();
     kernel_times(&gpu, wanted, &mut |time| {
         eprintln!(

@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 use runner::cuda::check::{Check, Group, SelfTest, self_test};
-use runner::cuda::module::{Origin, compiler_version};
+use runner::cuda::module::compiler_version;
 use runner::cuda::{CudaError, Device, Kernels, Plan};
 use runner::weights::open_source;
 use serde_json::json;
@@ -25,7 +25,7 @@ pub(super) struct Arguments {
     compute: ComputeArguments,
     /// Compare the device with the CPU: everything, or one group.
     #[arg(long, value_name = "GROUP", num_args = 0..=1, default_missing_value = "all",
-          value_parser = ["all", "rows", "attention", "matrices", "model", "equalities"])]
+          value_parser = ["all", "rows", "attention", "matrices", "model", "equalities", "steering"])]
     self_test: Option<String>,
     /// Number of the device.
     #[arg(long, value_name = "N", default_value_t = 0)]
@@ -45,7 +45,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     };
     let facts = device.facts();
     let (free, total) = device.memory()?;
-    let kernels = Kernels::load(&device, Origin::Any);
+    let kernels = Kernels::load(&device, arguments.compute.kernels());
     let plan = arguments.model.as_ref().map(|path| -> anyhow::Result<Plan> {
         Ok(Plan::new(open_source(path)?.as_ref(), &arguments.compute.options()?))
     });
@@ -120,7 +120,12 @@ fn check(arguments: &Arguments, wanted: &str) -> anyhow::Result<ExitCode> {
     nano::write_checkpoint(&model).context("cannot write the built-in model")?;
     let text = nano::HELD_OUT.map(|(_, text)| text).concat();
     let tokens = tokenizer(&model)?.encode_plain(&text)?;
-    let test = SelfTest { ordinal: arguments.device, model: &model, tokens: &tokens };
+    let test = SelfTest {
+        ordinal: arguments.device,
+        kernels: arguments.compute.kernels(),
+        model: &model,
+        tokens: &tokens,
+    };
     let (mut n_passed, mut failed) = (0, Vec::new());
     for (name, group) in Group::NAMES.into_iter().filter(|(name, _)| wanted == "all" || wanted == *name) {
         let mut each = |check: &Check| {

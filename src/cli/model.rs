@@ -10,7 +10,7 @@ use gguf_tools::gguf::Gguf;
 use gguf_tools::plan::Recipe;
 use gguf_tools::source::WeightSource as _;
 use gguf_tools::synth::{Shape, SynthOptions, SynthSource};
-use runner::cuda::{CudaError, Device, Plan as MemoryPlan};
+use runner::cuda::{CudaError, Device, KernelChoice, Origin, Plan as MemoryPlan};
 use runner::tokenizer::Tokenizer;
 use runner::weights::{SyntheticSource, WeightSource, open_source};
 use runner::{ActivationPrecision, Model, Numerics, Options, Processor, RunnerError};
@@ -31,6 +31,25 @@ pub(super) struct ModelArguments {
     compute: ComputeArguments,
     #[command(flatten)]
     steering: SteeringArguments,
+}
+
+/// Which kernels a GPU uses.
+#[derive(Debug, Args)]
+struct KernelArguments {
+    /// Where a GPU's kernels come from: `nvrtc`, the run-time compiler, `ptx`, code in this program that the driver
+    /// finishes, or `any`: compiled before and kept, else by NVRTC, else PTX.
+    #[arg(long, value_name = "ORIGIN", default_value = "any", value_parser = ["any", "nvrtc", "ptx"])]
+    kernels_from: String,
+    /// Use no instruction that only one kind of GPU has: an H100 or H200 then computes as an RTX 50 or GB10 does.
+    #[arg(long)]
+    portable_kernels: bool,
+}
+
+impl KernelArguments {
+    fn choice(&self) -> KernelChoice {
+        let origin = Origin::NAMES.iter().find(|(name, _)| *name == self.kernels_from);
+        KernelChoice { origin: origin.map_or(Origin::Any, |found| found.1), portable: self.portable_kernels }
+    }
 }
 
 /// How a model is computed.
@@ -58,6 +77,8 @@ pub(super) struct ComputeArguments {
     /// memory: all of it less 12 GiB, and no more than is available.
     #[arg(long, value_name = "GiB")]
     device_memory: Option<f64>,
+    #[command(flatten)]
+    kernels: KernelArguments,
     /// Look through every result for NaN and infinities and name the first layer and operation with one.
     #[arg(long)]
     check_finite: bool,
@@ -72,6 +93,11 @@ impl ComputeArguments {
     /// Threads as asked for: 0 for all processors.
     pub(super) fn n_threads(&self) -> usize {
         self.threads
+    }
+
+    /// Kernels of a GPU.
+    pub(super) fn kernels(&self) -> KernelChoice {
+        self.kernels.choice()
     }
 
     fn device_bytes(&self) -> Result<Option<u64>, UsageError> {
@@ -91,6 +117,7 @@ impl ComputeArguments {
             context_limit: self.context,
             check_finite: self.check_finite,
             device_bytes: self.device_bytes()?,
+            kernels: self.kernels.choice(),
             ..Options::default()
         };
         let processor = match &*self.backend {

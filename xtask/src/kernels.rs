@@ -127,7 +127,7 @@ fn compile_all(jobs: &[Job<'_>]) -> Result<Vec<Compiled>> {
     results.into_iter().map(|(_, compiled)| Ok(compiled?)).collect()
 }
 
-/// What is to be committed, and which hot kernels spill.
+/// What is to be committed, and which hot kernels spill or let tensor cores wait.
 fn collect(jobs: &[Job<'_>], compiled: Vec<Compiled>) -> Result<(Manifest, Prebuilt, Vec<String>)> {
     let mut manifest = Manifest { nvrtc: String::new(), units: BTreeMap::new() };
     let mut built = Prebuilt::default();
@@ -156,6 +156,9 @@ fn collect(jobs: &[Job<'_>], compiled: Vec<Compiled>) -> Result<(Manifest, Prebu
         for (function, bytes) in spills.iter().filter(|(_, bytes)| unit.hot && **bytes > 0) {
             problems
                 .push(format!("`{function}` of `{}` spills {bytes} bytes a thread on {target}", unit.name));
+        }
+        for warning in report::serialized(&compiled.log) {
+            problems.push(format!("`{}` on {target}: {warning}", unit.name));
         }
         made.chips.insert((*target).to_owned(), kernels);
     }

@@ -27,6 +27,12 @@ pub(crate) fn spills(log: &str) -> BTreeMap<String, u32> {
     found
 }
 
+/// What the compiler warns of that costs speed: products on tensor cores (`wgmma`) of which each waits for the one before. It
+/// makes them so wherever it sees an operand or a sum written between two of them, or a branch it cannot look behind.
+pub(crate) fn serialized(log: &str) -> Vec<&str> {
+    log.lines().filter(|line| line.contains("wgmma") && line.contains("serialized")).map(str::trim).collect()
+}
+
 /// Version of the compiler, from a comment of its PTX: `// Cuda compilation tools, release 13.0, V13.0.88`.
 pub(crate) fn compiler(ptx: &str) -> Option<&str> {
     let line = ptx.lines().find(|line| line.contains("Cuda compilation tools"))?;
@@ -48,6 +54,16 @@ mod tests {
                    ptxas         .     32 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\n";
         let expected = [("first".to_owned(), 40), ("second".to_owned(), 0)];
         assert_eq!(spills(log), BTreeMap::from(expected));
+    }
+
+    #[test]
+    fn products_that_wait_for_each_other_are_found() {
+        let log = "ptxas info    : (C7513) Potential Performance Loss: wgmma.mma_async instructions are serialized due to \
+                   non wgmma instructions defining input registers of a wgmma in the function 'down_Q4_K'\n\
+                   ptxas info    : Function properties for down_Q4_K\n";
+        assert_eq!(serialized(log).len(), 1);
+        assert!(serialized(log)[0].ends_with("in the function 'down_Q4_K'"));
+        assert!(serialized("ptxas info    : Used 128 registers\n").is_empty());
     }
 
     #[test]

@@ -11,6 +11,7 @@ mod attention;
 mod backend;
 mod cache;
 pub mod check;
+mod choice;
 pub mod driver;
 mod error;
 mod hyper;
@@ -24,6 +25,7 @@ pub mod self_test;
 
 pub use backend::{CudaBackend, CudaTensor};
 pub use cache::CudaCache;
+pub use choice::{KernelChoice, Origin};
 pub use driver::{Device, DeviceBuffer, View, ViewMut};
 pub use error::CudaError;
 pub use matrix::{ExpertMatrices, Matrix, Pass, Workspace};

@@ -17,6 +17,7 @@ use gguf_tools::block::{BlockType, codebook};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
+use super::choice::{KernelChoice, Origin};
 use super::driver::{Arguments, Device, Kernel, Launch, Module};
 use super::error::CudaError;
 
@@ -39,7 +40,12 @@ pub const CHIPS: [&str; 4] = ["sm_90", "sm_90a", "sm_120", "sm_121"];
 const ACTIVATIONS: &str = include_str!("kernels/activations.cuh");
 
 /// What the source of products with many inputs begins with.
-const PREFILL_FORMATS: &str = include_str!("kernels/prefill_formats.cuh");
+const PREFILL_PARTS: [&str; 4] = [
+    include_str!("kernels/prefill_formats.cuh"),
+    include_str!("kernels/prefill_tile.cuh"),
+    include_str!("kernels/prefill_tile_warps.cuh"),
+    include_str!("kernels/prefill_tile_groups.cuh"),
+];
 
 /// Name of that source.
 const PREFILL: &str = "matrix_prefill";
@@ -105,7 +111,7 @@ impl Unit {
             source.push_str(ACTIVATIONS);
         }
         if self.name == PREFILL {
-            source.push_str(PREFILL_FORMATS);
+            source.push_str(&PREFILL_PARTS.concat());
         }
         source.push_str(self.text);
         source
@@ -282,24 +288,6 @@ unsafe fn output(program: sys::nvrtcProgram, ptx: bool) -> Result<Vec<u8>, resul
     }
 }
 
-/// Which of the sources of compiled kernels to use.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub enum Origin {
-    /// The first that is there.
-    #[default]
-    Any,
-    /// The run-time compiler, without the cache.
-    Compiler,
-    /// The embedded PTX.
-    Ptx,
-}
-
-impl Origin {
-    /// Every choice with the name users type.
-    pub const NAMES: [(&'static str, Self); 3] =
-        [("any", Self::Any), ("nvrtc", Self::Compiler), ("ptx", Self::Ptx)];
-}
-
 /// All kernels, loaded on one device. Clones are cheap.
 #[derive(Clone)]
 pub struct Kernels {
@@ -329,9 +317,9 @@ impl Gpu {
     ///
     /// # Errors
     /// As [`Device::open`] and [`Kernels::load`].
-    pub fn open(ordinal: usize) -> Result<Self, CudaError> {
+    pub fn open(ordinal: usize, choice: KernelChoice) -> Result<Self, CudaError> {
         let device = Device::open(ordinal)?;
-        let kernels = Kernels::load(&device, Origin::Any)?;
+        let kernels = Kernels::load(&device, choice)?;
         Ok(Self { device, kernels })
     }
 
@@ -356,34 +344,35 @@ impl Kernels {
     ///
     /// # Errors
     /// If a unit can neither be compiled nor taken from the program.
-    pub fn load(device: &Device, origin: Origin) -> Result<Self, CudaError> {
+    pub fn load(device: &Device, choice: KernelChoice) -> Result<Self, CudaError> {
+        let KernelChoice { origin, portable } = choice;
+        let warp_groups = !portable && has_own_instructions(device);
         let version = compiler_version();
         // Versions before 12.8 know nothing of consumer Blackwell, and none before it was tried.
         let compiler = version.filter(|&version| version >= (12, 8) && origin != Origin::Ptx);
         let images = if let Some(version) = compiler {
-            compile_all(device, version, origin)
+            compile_all(device, version, origin, warp_groups)
         } else {
-            embedded(device)
+            embedded(device, warp_groups)
         };
         let compiled = images.and_then(|images| load_all(device, &images));
         let (modules, from) = match (compiled, origin) {
             // The device itself fails.
             (Err(error @ (CudaError::Lost { .. } | CudaError::Exhausted { .. })), _) => return Err(error),
             (Err(refused), Origin::Any) if compiler.is_some() => {
-                let modules = embedded(device).and_then(|images| load_all(device, &images));
+                let modules = embedded(device, warp_groups).and_then(|images| load_all(device, &images));
                 (modules.map_err(|error| no_kernels(device, error, Some(&refused)))?, None)
             }
             (modules, _) => (modules.map_err(|error| no_kernels(device, error, None))?, compiler),
         };
         let origin = from.map_or_else(
             || {
-                let own = if has_own_instructions(device) { " and compute_90a" } else { "" };
+                let own = if warp_groups { " and compute_90a" } else { "" };
                 format!("embedded PTX ({PTX_TARGET}{own}), finished by the driver")
             },
             |(major, minor)| format!("compiled by NVRTC {major}.{minor}"),
         );
         let kernels = RwLock::default();
-        let warp_groups = has_own_instructions(device);
         Ok(Self { inner: Arc::new(Loaded { warp_groups, modules, kernels, origin }) })
     }
 
@@ -446,16 +435,21 @@ fn has_own_instructions(device: &Device) -> bool {
     device.facts().capability == (9, 0)
 }
 
-/// The chip of a device; of the H100 and H200 with the instructions that only they have.
-fn target(device: &Device) -> String {
+/// The chip of a device, with or without the instructions that only it has.
+fn target(device: &Device, own_instructions: bool) -> String {
     let (major, minor) = device.facts().capability;
-    let own = if has_own_instructions(device) { "a" } else { "" };
+    let own = if own_instructions { "a" } else { "" };
     format!("sm_{major}{minor}{own}")
 }
 
 /// Compiles what the cache folder lacks, all units at once.
-fn compile_all(device: &Device, version: (i32, i32), origin: Origin) -> Result<Vec<Vec<u8>>, CudaError> {
-    let target = target(device);
+fn compile_all(
+    device: &Device,
+    version: (i32, i32),
+    origin: Origin,
+    own_instructions: bool,
+) -> Result<Vec<Vec<u8>>, CudaError> {
+    let target = target(device, own_instructions);
     let cache = if origin == Origin::Any { cache_folder() } else { None };
     let one = |unit: &Unit| -> Result<Vec<u8>, CudaError> {
         let place = cache.as_ref().map(|folder| {
@@ -483,14 +477,13 @@ fn compile_all(device: &Device, version: (i32, i32), origin: Origin) -> Result<V
 }
 
 /// The embedded PTX, if it was made from the sources of this program.
-fn embedded(device: &Device) -> Result<Vec<Vec<u8>>, CudaError> {
+fn embedded(device: &Device, own_instructions: bool) -> Result<Vec<Vec<u8>>, CudaError> {
     let none = |problem: String| CudaError::NoKernels { capability: device.facts().capability, problem };
     let prebuilt = prebuilt().map_err(none)?;
-    let is_own = has_own_instructions(device);
     UNITS
         .iter()
         .map(|unit| {
-            let target = unit.ptx_targets().iter().rfind(|&&target| is_own || target == PTX_TARGET);
+            let target = unit.ptx_targets().iter().rfind(|&&target| own_instructions || target == PTX_TARGET);
             let found = target.and_then(|target| prebuilt.of(unit, target)).ok_or_else(|| {
                 none(format!("the embedded kernels of `{}` are of other sources", unit.name))
             })?;

@@ -12,7 +12,7 @@ use super::backend::{
 };
 use super::cache::CudaCache;
 use super::driver::{Arguments, Launch};
-use super::hyper::SLICE;
+use super::hyper::{SLICE, turns_many};
 use super::matrix::{ExpertMatrices, Matrix, Routed};
 use crate::error::RunnerError;
 use crate::ops::{
@@ -288,11 +288,15 @@ impl Backend for CudaBackend {
         constants: HyperConstants,
         norm: &CudaVector,
     ) -> Result<SublayerInput<Self>, RunnerError> {
-        if !self.single_tokens() || !output.width.is_multiple_of(SLICE) {
+        let mixer = &weights.mixer;
+        let one = self.single_tokens();
+        let turns = if one { output.width.is_multiple_of(SLICE) } else { turns_many(output, mix, mixer) };
+        let partials = if turns {
+            self.turn_streams(streams, output, second, mix, mixer)?
+        } else {
             self.hc_post(streams, output, second, mix)?;
-            return self.hc_pre(streams, weights, constants, norm);
-        }
-        let partials = self.turn_streams(streams, output, second, mix, &weights.mixer)?;
+            self.hyper_partials(streams, mixer)?
+        };
         self.sublayer_input(streams, &partials, weights, constants, norm)
     }
 

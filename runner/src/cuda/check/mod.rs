@@ -5,6 +5,7 @@ mod full;
 mod models;
 mod operations;
 mod source;
+mod steering;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
@@ -13,6 +14,7 @@ use std::time::Instant;
 
 use serde::Serialize;
 
+use super::KernelChoice;
 use crate::error::RunnerError;
 use crate::session::Model;
 use crate::weights::SyntheticSource;
@@ -30,16 +32,19 @@ pub enum Group {
     Model,
     /// Equal bits: recorded or not, in parts of any size, batched or alone, restored.
     Equalities,
+    /// What observers see, and directions that are taken out.
+    Steering,
 }
 
 impl Group {
     /// Every group with the name users type.
-    pub const NAMES: [(&'static str, Self); 5] = [
+    pub const NAMES: [(&'static str, Self); 6] = [
         ("rows", Self::Rows),
         ("attention", Self::Attention),
         ("matrices", Self::Matrices),
         ("model", Self::Model),
         ("equalities", Self::Equalities),
+        ("steering", Self::Steering),
     ];
 }
 
@@ -61,6 +66,8 @@ pub struct Check {
 pub struct SelfTest<'a> {
     /// The device.
     pub ordinal: usize,
+    /// The kernels.
+    pub kernels: KernelChoice,
     /// A small model: checkpoint folder or file.
     pub model: &'a Path,
     /// Some text in the model's tokens, at least 1200.
@@ -190,6 +197,7 @@ pub fn self_test(test: &SelfTest<'_>, group: Group, each: &mut dyn FnMut(&Check)
         Group::Matrices => operations::matrices(test, &mut report),
         Group::Model => models::model(test, &mut report),
         Group::Equalities => models::equalities(test, &mut report),
+        Group::Steering => steering::steered(test, &mut report),
     }
 }
 

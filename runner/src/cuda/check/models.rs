@@ -10,35 +10,36 @@ use crate::ops::{ActivationPrecision, Numerics};
 use crate::session::{Model, Options, Processor, Session};
 
 /// Modes that everything is checked in.
-const MODES: [(Numerics, ActivationPrecision); 3] = [
+pub(super) const MODES: [(Numerics, ActivationPrecision); 3] = [
     (Numerics::Exact, ActivationPrecision::F32),
     (Numerics::Official, ActivationPrecision::F32),
     (Numerics::Official, ActivationPrecision::Mixed),
 ];
 
 impl SelfTest<'_> {
-    fn options(&self, numerics: Numerics, activations: ActivationPrecision) -> Options {
-        Options { processor: Processor::Cuda(self.ordinal), numerics, activations, ..Options::default() }
+    pub(super) fn options(&self, numerics: Numerics, activations: ActivationPrecision) -> Options {
+        let (processor, kernels) = (Processor::Cuda(self.ordinal), self.kernels);
+        Options { processor, numerics, activations, kernels, ..Options::default() }
     }
 
-    fn open(&self, options: Options) -> Result<Model, RunnerError> {
+    pub(super) fn open(&self, options: Options) -> Result<Model, RunnerError> {
         Model::open(self.model, options)
     }
 
-    fn text(&self, n: usize) -> Vec<u32> {
+    pub(super) fn text(&self, n: usize) -> Vec<u32> {
         self.tokens.iter().copied().cycle().take(n).collect()
     }
 }
 
 /// Logits of every position of every text.
-fn all_logits(model: &Model, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, RunnerError> {
+pub(super) fn all_logits(model: &Model, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, RunnerError> {
     let mut logits = vec![Vec::new(); texts.len()];
     model.read_texts(texts, &mut NoObserver, &mut |text, _, row| logits[text].extend_from_slice(row))?;
     Ok(logits)
 }
 
 /// Logits behind each of `n` tokens that are decoded greedily.
-fn greedy(
+pub(super) fn greedy(
     session: &mut Session<'_>,
     mut logits: Vec<f32>,
     n: usize,

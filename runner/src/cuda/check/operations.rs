@@ -433,7 +433,8 @@ impl Machines {
         activations: ActivationPrecision,
     ) -> Result<Self, RunnerError> {
         let source = open_source(test.model)?;
-        let options = Options { numerics, activations, ..Options::default() };
+        let kernels = test.kernels;
+        let options = Options { numerics, activations, kernels, ..Options::default() };
         let cpu = CpuBackend { level: Level::detect(), activations: ActivationPrecision::F32, widen: false };
         let cuda = CudaBackend::open(test.ordinal, &source, &options)?;
         Ok(Self { cpu, cuda, h: source.hyper_parameters().clone() })

@@ -52,6 +52,13 @@ static __device__ __forceinline__ u32 fma_halves(u32 a, u32 b, u32 c) {
     return sum;
 }
 
+// As `__byte_perm`, but for selectors whose nibbles are below 8 anyway: that one makes sure.
+static __device__ __forceinline__ u32 permute(u32 low, u32 high, u32 selectors) {
+    u32 bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(low), "r"(high), "r"(selectors));
+    return bytes;
+}
+
 // c + sum of the products of four signed bytes.
 static __device__ __forceinline__ int dot4(u32 a, u32 b, int c) {
     int sum;

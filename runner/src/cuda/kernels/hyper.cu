@@ -12,15 +12,28 @@ static __device__ __forceinline__ void load_8(const float* from, float* v) {
     v[0] = a.x, v[1] = a.y, v[2] = a.z, v[3] = a.w, v[4] = b.x, v[5] = b.y, v[6] = b.z, v[7] = b.w;
 }
 
-static __device__ __forceinline__ void load_8(const u16* from, float* v) {
-    uint4 raw = *(const uint4*)from;
-    u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+// Eight weights as they are stored: F16 takes half the registers of what it is widened to.
+template <typename W> struct Eight;
+
+template <> struct Eight<float> {
+    float values[8];
+    __device__ __forceinline__ void clear() {
 #pragma unroll
-    for (int i = 0; i < 4; i++) {
-        v[2 * i] = half_to_float((u16)words[i]);
-        v[2 * i + 1] = half_to_float((u16)(words[i] >> 16));
+        for (int i = 0; i < 8; i++) values[i] = 0.0f;
     }
-}
+    __device__ __forceinline__ void load(const float* from) { load_8(from, values); }
+    __device__ __forceinline__ float value(int i) const { return values[i]; }
+};
+
+template <> struct Eight<u16> {
+    u32 pairs[4];
+    __device__ __forceinline__ void clear() { pairs[0] = pairs[1] = pairs[2] = pairs[3] = 0; }
+    __device__ __forceinline__ void load(const u16* from) {
+        uint4 raw = *(const uint4*)from;
+        pairs[0] = raw.x, pairs[1] = raw.y, pairs[2] = raw.z, pairs[3] = raw.w;
+    }
+    __device__ __forceinline__ float value(int i) const { return half_to_float((u16)(pairs[i / 2] >> (i % 2 * 16))); }
+};
 
 // `warp_sum` of each of some values, a power of two of them, with its bits but fewer exchanges: lanes that hold two values give one
 // away and keep the other. sums[0] is then that of the value whose number is returned.
@@ -46,16 +59,15 @@ template <int N> static __device__ __forceinline__ int sums_of_warp(float (&sums
 
 // A warp's rows of a slice of the mixer, eight columns a lane.
 template <typename W> struct MixerSlice {
-    float weights[MIXER_ROWS][8];
+    Eight<W> weights[MIXER_ROWS];
 
     __device__ __forceinline__ void load(const W* mixer, int width, int n) {
         int warp = threadIdx.x >> 5, at = blockIdx.x * SLICE + (threadIdx.x & 31) * 8;
 #pragma unroll
         for (int r = 0; r < MIXER_ROWS; r++) {
             int row = warp + 8 * r;
-#pragma unroll
-            for (int i = 0; i < 8; i++) weights[r][i] = 0.0f;
-            if (row < n && at < width) load_8(mixer + (u64)row * width + at, weights[r]);
+            weights[r].clear();
+            if (row < n && at < width) weights[r].load(mixer + (u64)row * width + at);
         }
     }
 
@@ -74,7 +86,7 @@ template <typename W> struct MixerSlice {
                 sums[t] = 0.0f;
 #pragma unroll
                 for (int i = 0; i < 8; i++)
-                    sums[t] = fmaf(r < MIXER_ROWS ? weights[min(r, MIXER_ROWS - 1)][i] : x[t][i], x[t][i], sums[t]);
+                    sums[t] = fmaf(r < MIXER_ROWS ? weights[min(r, MIXER_ROWS - 1)].value(i) : x[t][i], x[t][i], sums[t]);
             }
             int token = sums_of_warp(sums);
             if ((lane & (32 / TOKENS - 1)) == 0 && token < n_tokens)
@@ -167,6 +179,119 @@ static __device__ __forceinline__ void hc_turn(
     }
     slice.multiply(x, partials + token * (n + 1) * n_slices, n, n_slices, 1);
 }
+
+// Four streams, and what a block of `hc_turn_tokens` takes at once: columns of each, and tokens.
+#define TURNED_STREAMS 4
+#define TURNED_COLUMNS 64
+#define TURNED_TOKENS 16
+// Rows of the mixer that one of its eight warps has: (2 + 4) * 4 in all.
+#define TURNED_ROWS 3
+
+// Four weights as they are stored, and widened.
+static __device__ __forceinline__ float4 load_4(const float* from) { return *(const float4*)from; }
+
+static __device__ __forceinline__ uint2 load_4(const u16* from) { return *(const uint2*)from; }
+
+static __device__ __forceinline__ float4 widened(float4 weights) { return weights; }
+
+static __device__ __forceinline__ float4 widened(uint2 weights) {
+    return make_float4(half_to_float((u16)weights.x), half_to_float((u16)(weights.x >> 16)), half_to_float((u16)weights.y),
+                       half_to_float((u16)(weights.y >> 16)));
+}
+
+// sum of products, in the order of x, y, z, w.
+static __device__ __forceinline__ float dot_4(float4 a, float4 b, float sum) {
+    return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
+}
+
+// `hc_post` of four streams in place, and the mixer's products with what comes of it: partials [T, n + 1, slices], where a
+// slice is 64 columns of every stream. Grid: slices by sixteens of tokens; 256 threads, each of which turns four columns of
+// one token.
+template <typename W, typename Four>
+static __device__ __forceinline__ void hc_turn_tokens(
+    float* all_streams, const float* output, const float* second, const float* post, const float* comb, const W* mixer,
+    float* partials, int d, int n, int n_slices, int n_tokens) {
+    constexpr int M = TURNED_STREAMS, WIDTH = M * TURNED_COLUMNS, QUADS = TURNED_COLUMNS / 4;
+    __shared__ float4 turned[TURNED_TOKENS][WIDTH / 4];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_column = blockIdx.x * TURNED_COLUMNS;
+    // A lane has columns 4 lane .. and 128 + 4 lane .. of the slice.
+    Four weights[TURNED_ROWS][2];
+#pragma unroll
+    for (int r = 0; r < TURNED_ROWS; r++) {
+        int row = min(warp + 8 * r, n - 1);
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            int stream = lane / QUADS + h * (M / 2), column = first_column + lane % QUADS * 4;
+            weights[r][h] = load_4(mixer + (u64)row * M * d + stream * d + column);
+        }
+    }
+    await_previous();
+    const int own = threadIdx.x / QUADS, quad = threadIdx.x % QUADS, first_token = blockIdx.y * TURNED_TOKENS;
+    const int token = min(first_token + own, n_tokens - 1), column = first_column + quad * 4;
+    float* streams = all_streams + (u64)token * M * d + column;
+    float4 y = load_4(output + (u64)token * d + column), old[M];
+#pragma unroll
+    for (int j = 0; j < M; j++) old[j] = load_4(streams + j * d);
+    if (second) {
+        float4 other = load_4(second + (u64)token * d + column);
+        y.x += other.x, y.y += other.y, y.z += other.z, y.w += other.w;
+    }
+    float4 factors[M], posts = load_4(post + token * M);
+#pragma unroll
+    for (int j = 0; j < M; j++) factors[j] = load_4(comb + token * M * M + j * M);
+    float squares = 0.0f;
+#pragma unroll
+    for (int k = 0; k < M; k++) {
+        float by = k == 0 ? posts.x : k == 1 ? posts.y : k == 2 ? posts.z : posts.w;
+        float4 mixed = make_float4(by * y.x, by * y.y, by * y.z, by * y.w);
+#pragma unroll
+        for (int j = 0; j < M; j++) {
+            float c = k == 0 ? factors[j].x : k == 1 ? factors[j].y : k == 2 ? factors[j].z : factors[j].w;
+            mixed.x = fmaf(c, old[j].x, mixed.x);
+            mixed.y = fmaf(c, old[j].y, mixed.y);
+            mixed.z = fmaf(c, old[j].z, mixed.z);
+            mixed.w = fmaf(c, old[j].w, mixed.w);
+        }
+        if (first_token + own < n_tokens) *(float4*)(streams + k * d) = mixed;
+        turned[own][k * QUADS + quad] = mixed;
+        squares = dot_4(mixed, mixed, squares);
+    }
+#pragma unroll
+    for (int distance = QUADS / 2; distance; distance >>= 1) squares += __shfl_xor_sync(ALL_LANES, squares, distance);
+    auto out = [&](int token, int row) { return partials + ((u64)token * (n + 1) + row) * n_slices + blockIdx.x; };
+    if (quad == 0 && first_token + own < n_tokens) *out(token, n) = squares;
+    __syncthreads();
+    constexpr int AT_ONCE = 4;
+    for (int base = 0; base < TURNED_TOKENS; base += AT_ONCE) {
+        float4 x[AT_ONCE][2];
+#pragma unroll
+        for (int t = 0; t < AT_ONCE; t++) {
+            x[t][0] = turned[base + t][lane];
+            x[t][1] = turned[base + t][32 + lane];
+        }
+#pragma unroll
+        for (int r = 0; r < TURNED_ROWS; r++) {
+            float sums[AT_ONCE];
+#pragma unroll
+            for (int t = 0; t < AT_ONCE; t++) {
+                float first = dot_4(widened(weights[r][0]), x[t][0], 0.0f);
+                sums[t] = dot_4(widened(weights[r][1]), x[t][1], first);
+            }
+            int row = warp + 8 * r, token = first_token + base + sums_of_warp(sums);
+            if (lane % (32 / AT_ONCE) == 0 && token < n_tokens && row < n) *out(token, row) = sums[0];
+        }
+    }
+}
+
+#define HC_TURN_TOKENS(NAME, W, FOUR, BLOCKS)                                                                           \
+    extern "C" __global__ void __launch_bounds__(256, BLOCKS) hc_turn_tokens_##NAME(                                    \
+        float* streams, const float* output, const float* second, const float* post, const float* comb, const W* mixer, \
+        float* partials, int d, int n, int n_slices, int n_tokens) {                                                    \
+        hc_turn_tokens<W, FOUR>(streams, output, second, post, comb, mixer, partials, d, n, n_slices, n_tokens);        \
+    }
+
+HC_TURN_TOKENS(F32, float, float4, 2)
+HC_TURN_TOKENS(F16, u16, uint2, 3)
 
 #define HC_MIX(NAME, W, TOKENS)                                                                                         \
     extern "C" __global__ void __launch_bounds__(256, 1) hc_mix_##NAME(                                                    \

@@ -19,14 +19,36 @@ struct Input {
     float* sums;
 };
 
+struct NoTable {
+    __device__ __forceinline__ NoTable(const u8*, u32) {}
+};
+
 // Each format: values a chunk, pieces a chunk, which 16 values of the row a piece is, and the dot product of one chunk.
 struct Iq2Xxs {
-    // Both tables hold selectors of a byte permutation, a nibble a value: which magnitude, and from which side. Copies of
-    // each entry lie side by side, and lanes read copies of their own, so that at most two meet in a bank.
-    static constexpr int COPIES = 16, GRID_BYTES = 256 * 4 * COPIES;
+    // Both tables hold selectors of a byte permutation, a nibble a value: which magnitude, and from which side. `copies` of
+    // each entry lie side by side, and lanes read copies of their own, so that at most two meet in a bank, or none. Behind them
+    // each lane finds a constant: the compiler would make one anew for every permutation.
     static constexpr u32 POSITIVE = 0x002b1908u, NEGATIVE = 0x00d5e7f8u;
-    static constexpr int VALUES = 64, PIECES = 4, TABLE_BYTES = GRID_BYTES + 128 * 4 * COPIES;
+    static constexpr int VALUES = 64, PIECES = 4;
     static constexpr bool SUMS = false, INTERLEAVED = false;
+    struct Table {
+        u32 stride;
+        // Shared memory: the lane's copies of the first entries.
+        u32 grid;
+        u32 signs;
+        u32 positive;
+        __device__ __forceinline__ Table(const u8* table, u32 copies) {
+            stride = 4 * copies;
+            grid = shared_address(table) + threadIdx.x % copies * 4;
+            signs = grid + 256 * stride;
+            positive = ((volatile const u32*)(table + (256 + 128) * stride))[threadIdx.x % WARP];
+        }
+        __device__ __forceinline__ u32 entry(u32 first, u32 number) const {
+            u32 selectors;
+            asm("ld.shared.u32 %0, [%1];" : "=r"(selectors) : "r"(number * stride + first));
+            return selectors;
+        }
+    };
     struct Raw {
         uint4 codes;
         u16 d;
@@ -35,7 +57,7 @@ struct Iq2Xxs {
     static __device__ __forceinline__ u32 place(u32 piece) { return piece % 4; }
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) { return chunk * 4 + place; }
 
-    static __device__ void fill(u8* table) {
+    static __device__ void fill(u8* table, u32 copies) {
         for (u32 i = threadIdx.x; i < 256 + 128; i += blockDim.x) {
             u32 selectors = 0;
             if (i < 256) {
@@ -48,22 +70,16 @@ struct Iq2Xxs {
                 for (int k = 0; k < 8; k++) selectors |= (all >> k & 1) << (4 * k + 2);
             }
             uint4 four = make_uint4(selectors, selectors, selectors, selectors);
-#pragma unroll
-            for (int copy = 0; copy < COPIES; copy += 4) *(uint4*)(table + (i * COPIES + copy) * 4) = four;
+            for (u32 copy = 0; copy < copies; copy += 4) *(uint4*)(table + (i * copies + copy) * 4) = four;
         }
-    }
-    // Bits `from` .. of a word, moved to bits 6 and up.
-    static __device__ __forceinline__ u32 at_six(u32 word, int from) {
-        return from < 6 ? word << (6 - from) : word >> (from - 6);
+        if (threadIdx.x < WARP) ((u32*)table)[(256 + 128) * copies + threadIdx.x] = POSITIVE;
     }
     static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
         raw.codes = load_once((const uint4*)(w.planes + row * (columns / 4)) + chunk);
         raw.d = load_once((const u16*)(w.planes + w.rows * (columns / 4)) + row * (columns / 256) + chunk / 4);
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales, const float*,
-                                                const u8* table, u32) {
-        const u8* grid = table + threadIdx.x % COPIES * 4;
-        const u8* signs = grid + GRID_BYTES;
+                                                const Table& table, u32) {
         float sum = 0.0f;
 #pragma unroll
         for (int s = 0; s < 2; s++) {
@@ -73,10 +89,9 @@ struct Iq2Xxs {
             int dot = 0;
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                // Entries lie 64 bytes apart.
-                u32 selectors = *(const u32*)(grid + (at_six(entries, 8 * k) & 255 << 6)) |
-                                *(const u32*)(signs + (at_six(rest, 7 * k) & 127 << 6));
-                u32 low = __byte_perm(POSITIVE, NEGATIVE, selectors), high = __byte_perm(POSITIVE, NEGATIVE, selectors >> 16);
+                u32 entry = permute(entries, 0, 0x4440 | k), signs = rest >> (7 * k) & 127;
+                u32 selectors = table.entry(table.grid, entry) | table.entry(table.signs, signs);
+                u32 low = permute(table.positive, NEGATIVE, selectors), high = permute(table.positive, NEGATIVE, selectors >> 16);
                 dot = dot4(high, xs[2 * k + 1], dot4(low, xs[2 * k], dot));
             }
             sum = fmaf((float)(dot * (int)((rest >> 28) * 2 + 1)), scales[2 * s * WARP], sum);
@@ -86,7 +101,8 @@ struct Iq2Xxs {
 };
 
 struct Q2K {
-    static constexpr int VALUES = 64, PIECES = 4, TABLE_BYTES = 0;
+    typedef NoTable Table;
+    static constexpr int VALUES = 64, PIECES = 4;
     static constexpr bool SUMS = true, INTERLEAVED = false;
     struct Raw {
         uint4 codes;
@@ -101,7 +117,7 @@ struct Q2K {
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) {
         return chunk / 4 * 16 + chunk / 2 % 2 * 8 + place * 2 + chunk % 2;
     }
-    static __device__ void fill(u8*) {}
+    static __device__ void fill(u8*, u32) {}
     static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
         const u8* scales = w.planes + w.rows * (columns / 4);
         const u8* dm = scales + w.rows * (columns / 16);
@@ -110,7 +126,7 @@ struct Q2K {
         raw.dm = load_once((const u32*)dm + row * (columns / 256) + chunk / 4);
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales,
-                                                const float* sums, const u8*, u32) {
+                                                const float* sums, NoTable, u32) {
         float scaled = 0.0f, minima = 0.0f;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
@@ -128,7 +144,8 @@ struct Q2K {
 };
 
 struct Q4K {
-    static constexpr int VALUES = 32, PIECES = 2, TABLE_BYTES = 0;
+    typedef NoTable Table;
+    static constexpr int VALUES = 32, PIECES = 2;
     static constexpr bool SUMS = true, INTERLEAVED = false;
     struct Raw {
         uint4 codes;
@@ -143,7 +160,7 @@ struct Q4K {
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) {
         return chunk / 8 * 16 + chunk / 2 % 4 * 4 + place * 2 + chunk % 2;
     }
-    static __device__ void fill(u8*) {}
+    static __device__ void fill(u8*, u32) {}
     static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
         raw.codes = load_once((const uint4*)(w.planes + row * (columns / 2)) + chunk);
         raw.head = load_once((const uint4*)(w.planes + w.rows * (columns / 2)) + row * (columns / 256) + chunk / 8);
@@ -157,7 +174,7 @@ struct Q4K {
         return scales | minima << 16;
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales,
-                                                const float* sums, const u8*, u32 chunk) {
+                                                const float* sums, NoTable, u32 chunk) {
         u32 pair = pairs(raw.head, chunk / 2 % 4);
         float scaled = 0.0f, minima = 0.0f;
 #pragma unroll
@@ -175,7 +192,8 @@ struct Q4K {
 };
 
 struct Mxfp4 {
-    static constexpr int VALUES = 32, PIECES = 2, TABLE_BYTES = 0;
+    typedef NoTable Table;
+    static constexpr int VALUES = 32, PIECES = 2;
     // Values of a block in the order 0, 16, 1, 17, ..: that of the nibbles.
     static constexpr bool SUMS = false, INTERLEAVED = true;
     struct Raw {
@@ -185,19 +203,19 @@ struct Mxfp4 {
     static __device__ __forceinline__ u32 chunk(u32 piece) { return piece / 2; }
     static __device__ __forceinline__ u32 place(u32 piece) { return piece % 2; }
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) { return chunk * 2 + place; }
-    static __device__ void fill(u8*) {}
+    static __device__ void fill(u8*, u32) {}
     static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
         raw.codes = load_once((const uint4*)(w.planes + row * (columns / 2)) + chunk);
         raw.exponent = load_once(w.planes + w.rows * (columns / 2) + row * (columns / 32) + chunk);
     }
     // Twice the values of four codes in the low nibbles.
     static __device__ __forceinline__ u32 values(u32 codes) {
-        u32 positive = __byte_perm(0x03020100u, 0x0c080604u, codes & 0x7777);
-        u32 negative = __byte_perm(0xfdfeff00u, 0xf4f8fafcu, codes & 0x7777);
-        return __byte_perm(positive, negative, 0x3210u | (codes >> 1 & 0x4444));
+        u32 positive = permute(0x03020100u, 0x0c080604u, codes & 0x7777);
+        u32 negative = permute(0xfdfeff00u, 0xf4f8fafcu, codes & 0x7777);
+        return permute(positive, negative, 0x3210u | (codes >> 1 & 0x4444));
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales, const float*,
-                                                const u8*, u32) {
+                                                NoTable, u32) {
         uint4 x0 = x[0], x1 = x[WARP];
         int dot = dot4(values(raw.codes.x), x0.x, 0);
         dot = dot4(values(raw.codes.x >> 16), x0.y, dot);
@@ -316,16 +334,16 @@ static __device__ __forceinline__ void put_input(const Input& x, const float* va
 template <class F, int C>
 static __device__ __forceinline__ void gate_up(const Weights& gate, const Weights& up, const u32* experts, const float* weights,
                                                const float* input, u32 n_used, u32 columns, u32 rows, float limit,
-                                               i8* codes, float* scales, float* plain) {
+                                               i8* codes, float* scales, float* plain, u32 copies) {
     extern __shared__ uint4 shared_memory[];
     __shared__ float mids[32];
     u8* memory = (u8*)shared_memory;
     Input x = input_at<F>(memory, columns);
-    u8* table = memory;
+    u8* table_memory = memory;
 
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, item = blockIdx.y;
     const u32 chunks = columns / F::VALUES, steps = (chunks + C * WARP - 1) / (C * WARP);
-    F::fill(table);
+    F::fill(table_memory, copies);
     await_previous();
     const u64 row = (u64)experts[item] * rows + blockIdx.x * 32 + warp * 4;
     typename F::Raw now[2][C], next[2][C];
@@ -341,6 +359,7 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
     load(now, 0, 0);
     put_input<F>(x, input + (u64)(item / n_used) * columns, columns);
     __syncthreads();
+    const typename F::Table table(table_memory, copies);
 
     u32 r = 0, step = 0;
     float sums[2] = {0.0f, 0.0f};
@@ -397,7 +416,8 @@ struct Walk {
 // Grid: (row blocks, tokens), 16 warps; a warp has one row at a time, and loads N chunks a lane while it uses as many.
 template <class F, int N>
 static __device__ __forceinline__ void down(const Weights& matrix, const u32* experts, const i8* codes,
-                                            const float* scales, u32 n_used, u32 columns, u32 rows, float* out) {
+                                            const float* scales, u32 n_used, u32 columns, u32 rows, float* out,
+                                            u32 copies) {
     extern __shared__ uint4 shared_memory[];
     u8* memory = (u8*)shared_memory;
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = blockIdx.y;
@@ -420,8 +440,8 @@ static __device__ __forceinline__ void down(const Weights& matrix, const u32* ex
             }
         }
     };
-    u8* table = (u8*)shared_memory + n_used * bytes;
-    F::fill(table);
+    u8* table_memory = (u8*)shared_memory + n_used * bytes;
+    F::fill(table_memory, copies);
     await_previous();
     Walk ahead = {warp * gridDim.x + blockIdx.x, 0, 0}, here = ahead;
     typename F::Raw now[N], next[N];
@@ -458,6 +478,7 @@ static __device__ __forceinline__ void down(const Weights& matrix, const u32* ex
         }
     }
     __syncthreads();
+    const typename F::Table table(table_memory, copies);
 
     float sum = 0.0f;
     while (here.row < rows) {
@@ -482,16 +503,17 @@ static __device__ __forceinline__ void down(const Weights& matrix, const u32* ex
     }
 }
 
-#define EXPERTS(NAME, F, C, N)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(256, 3) gate_up_##NAME(                                             \
-        const __grid_constant__ Weights gate, const __grid_constant__ Weights up, const u32* experts, const float* weights, const float* input, u32 n_used,          \
-        u32 columns, u32 rows, float limit, i8* codes, float* scales, float* plain) {                                \
-        gate_up<F, C>(gate, up, experts, weights, input, n_used, columns, rows, limit, codes, scales, plain);        \
-    }                                                                                                                \
-    extern "C" __global__ void __launch_bounds__(512, 2) down_##NAME(                                                \
-        const __grid_constant__ Weights matrix, const u32* experts, const i8* codes, const float* scales, u32 n_used, u32 columns, u32 rows, \
-        float* out) {                                                                                                \
-        down<F, N>(matrix, experts, codes, scales, n_used, columns, rows, out);                                      \
+#define EXPERTS(NAME, F, C, N)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256, 3) gate_up_##NAME(                                                \
+        const __grid_constant__ Weights gate, const __grid_constant__ Weights up, const u32* experts,                   \
+        const float* weights, const float* input, u32 n_used, u32 columns, u32 rows, float limit, i8* codes,            \
+        float* scales, float* plain, u32 copies) {                                                                      \
+        gate_up<F, C>(gate, up, experts, weights, input, n_used, columns, rows, limit, codes, scales, plain, copies);   \
+    }                                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(512, 2) down_##NAME(                                                   \
+        const __grid_constant__ Weights matrix, const u32* experts, const i8* codes, const float* scales, u32 n_used,   \
+        u32 columns, u32 rows, float* out, u32 copies) {                                                                \
+        down<F, N>(matrix, experts, codes, scales, n_used, columns, rows, out, copies);                                 \
     }
 
 EXPERTS(IQ2_XXS, Iq2Xxs, 2, 3)

@@ -10,255 +10,6 @@
 // the format's bytes; inputs are stored in that order beforehand. A sum's order is that of the columns, whatever else is
 // computed with it.
 
-// Inputs of a tile: f16 rows of `stride` values; input n is row rows[n] (shared memory) for n < count.
-struct Inputs {
-    const u16* values;
-    u64 stride;
-    // Volatile, so that addresses made of them are not kept in registers.
-    const volatile u32* rows;
-    u32 count;
-};
-
-// Where in shared memory the stages of a tile are. Where memory is larger, there is one more.
-template <class F, int ROWS, int TOKENS> struct Stages {
-    static constexpr int NUMBER = F::STAGES + WARP_GROUPS;
-    static constexpr int CODES = ROWS * F::PITCH;
-    // Eight lanes that read together meet every bank once; what the tensor cores read has no gaps.
-    static constexpr int INPUT_PITCH = F::KC == 32 || WARP_GROUPS ? F::KC * 2 : F::KC * 2 + 64;
-    // Where scales begin.
-    static constexpr int SCALES = CODES + TOKENS * INPUT_PITCH;
-    static constexpr int BYTES = SCALES + (F::SCALES ? ROWS * 4 : 0);
-    static constexpr int ALL_BYTES = NUMBER * BYTES;
-};
-
-// Where a piece of 16 bytes of an input lies among those of a stage.
-template <class F, int ROWS, int TOKENS> static __device__ __forceinline__ u32 input_place(u32 n, u32 piece) {
-#if WARP_GROUPS
-    // Rows of 128 bytes (or 64), in which pieces are swapped by the row's number, as descriptors below say.
-    if (F::KC == 32) return n * 64 + (piece ^ (n / 2 % 4)) * 16;
-    return piece / 8 * (TOKENS * 128) + n * 128 + (piece % 8 ^ n % 8) * 16;
-#else
-    return n * Stages<F, ROWS, TOKENS>::INPUT_PITCH + piece * 16;
-#endif
-}
-
-#if WARP_GROUPS
-// Tells the tensor cores where in shared memory 16 columns of the inputs are: eight rows repeat every SBO bytes.
-template <class F> static __device__ __forceinline__ u64 described(u32 address) {
-    const u64 rows = F::KC == 32 ? 64 : 128, layout = F::KC == 32 ? 2 : 1;
-    return (u64)(address >> 4 & 0x3fff) | (u64)1 << 16 | (rows * 8 >> 4) << 32 | layout << 62;
-}
-
-// sums (64 x 64 or 64 x 128) += a (64 x 16, in registers) * b (16 columns of inputs, in shared memory).
-static __device__ __forceinline__ void multiply_group(float (&s)[8][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%2"
-        "7,%28,%29,%30,%31}, "
-        "{%32,%33,%34,%35}, %36, 1, 1, 1, 0;"
-        : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]),
-          "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]),
-          "+f"(s[3][2]), "+f"(s[3][3]), "+f"(s[4][0]), "+f"(s[4][1]), "+f"(s[4][2]), "+f"(s[4][3]), "+f"(s[5][0]),
-          "+f"(s[5][1]), "+f"(s[5][2]), "+f"(s[5][3]), "+f"(s[6][0]), "+f"(s[6][1]), "+f"(s[6][2]), "+f"(s[6][3]),
-          "+f"(s[7][0]), "+f"(s[7][1]), "+f"(s[7][2]), "+f"(s[7][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-static __device__ __forceinline__ void multiply_group(float (&s)[16][4], const u32 (&a)[4], u64 b) {
-    asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%2"
-        "7,%28,%29,%30,%31,%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%5"
-        "2,%53,%54,%55,%56,%57,%58,%59,%60,%61,%62,%63}, "
-        "{%64,%65,%66,%67}, %68, 1, 1, 1, 0;"
-        : "+f"(s[0][0]), "+f"(s[0][1]), "+f"(s[0][2]), "+f"(s[0][3]), "+f"(s[1][0]), "+f"(s[1][1]), "+f"(s[1][2]),
-          "+f"(s[1][3]), "+f"(s[2][0]), "+f"(s[2][1]), "+f"(s[2][2]), "+f"(s[2][3]), "+f"(s[3][0]), "+f"(s[3][1]),
-          "+f"(s[3][2]), "+f"(s[3][3]), "+f"(s[4][0]), "+f"(s[4][1]), "+f"(s[4][2]), "+f"(s[4][3]), "+f"(s[5][0]),
-          "+f"(s[5][1]), "+f"(s[5][2]), "+f"(s[5][3]), "+f"(s[6][0]), "+f"(s[6][1]), "+f"(s[6][2]), "+f"(s[6][3]),
-          "+f"(s[7][0]), "+f"(s[7][1]), "+f"(s[7][2]), "+f"(s[7][3]), "+f"(s[8][0]), "+f"(s[8][1]), "+f"(s[8][2]),
-          "+f"(s[8][3]), "+f"(s[9][0]), "+f"(s[9][1]), "+f"(s[9][2]), "+f"(s[9][3]), "+f"(s[10][0]), "+f"(s[10][1]),
-          "+f"(s[10][2]), "+f"(s[10][3]), "+f"(s[11][0]), "+f"(s[11][1]), "+f"(s[11][2]), "+f"(s[11][3]), "+f"(s[12][0]),
-          "+f"(s[12][1]), "+f"(s[12][2]), "+f"(s[12][3]), "+f"(s[13][0]), "+f"(s[13][1]), "+f"(s[13][2]), "+f"(s[13][3]),
-          "+f"(s[14][0]), "+f"(s[14][1]), "+f"(s[14][2]), "+f"(s[14][3]), "+f"(s[15][0]), "+f"(s[15][1]), "+f"(s[15][2]),
-          "+f"(s[15][3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-static __device__ __forceinline__ void groups_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-
-// Nothing that is made of these values is computed before: operands of products that are not done must not be written.
-template <class Raw> static __device__ __forceinline__ void stays_behind(Raw& raw) {
-    u32* words = (u32*)&raw;
-#pragma unroll
-    for (int i = 0; i < sizeof(Raw) / 4; i++) asm volatile("" : "+r"(words[i]));
-}
-
-static __device__ __forceinline__ void groups_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
-
-// Until so many of the latest are left.
-template <int PENDING> static __device__ __forceinline__ void groups_wait() {
-    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
-}
-#endif
-
-// Which rows a tile has, in shared memory: a row of a matrix, and in the top bit which of two matrices.
-// Local rows 32 w .. 32 w + 15 are m = 0 of warp w, the next 16 are m = 1; or 16 w .. 16 w + 15 where there is one m.
-typedef u32 TileRows[THREADS];
-#define SECOND 0x80000000u
-
-// Where the stages begin: descriptors want 1,024 bytes.
-static __device__ __forceinline__ u8* stages_in(uint4* memory) {
-#if WARP_GROUPS
-    return (u8*)memory + (0u - shared_address(memory) & 1023);
-#else
-    return (u8*)memory;
-#endif
-}
-
-// sums[m][n] of the warp's 16 rows m and 8 inputs n.
-template <class F, int M, int N>
-static __device__ __forceinline__ void tile(float (&sums)[M][N][4], const Weights& first, const Weights& second,
-                                            const TileRows& rows, u32 columns, const Inputs& x, u8* memory,
-                                            const uint4* table) {
-    // Opaque, so that nothing made of them is computed before a loop over tiles and kept in registers all the while.
-    u32 thread = threadIdx.x;
-    asm volatile("" : "+r"(thread), "+r"(columns));
-    const u32 lane = thread % WARP, warp = thread / WARP, g = lane / 4, t = lane % 4;
-    const u32 steps = columns / F::KC, input_tiles = (x.count + 7) / 8;
-    constexpr int ROWS = THREADS / WARP * 16 * M, TOKENS = 8 * N;
-    typedef Stages<F, ROWS, TOKENS> At;
-    constexpr int INPUT_PIECES = F::KC / 8, SLOTS = F::PIECES > 4 ? 8 : F::PIECES > 2 ? 4 : 2;
-#pragma unroll
-    for (int m = 0; m < M; m++) {
-#pragma unroll
-        for (int n = 0; n < N; n++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) sums[m][n][i] = 0.0f;
-        }
-    }
-    auto fetch = [&](u32 step, u8* stage) {
-#pragma unroll
-        for (int i = 0; i < SLOTS * ROWS / THREADS; i++) {
-            u32 index = i * THREADS + thread, local = index / SLOTS, piece = index % SLOTS, row = rows[local];
-            if (piece < F::PIECES) {
-                copy_async(shared_address(stage + local * F::PITCH + piece * 16),
-                           F::piece(row & SECOND ? second : first, row & ~SECOND, columns, step, piece));
-            }
-        }
-        if (F::SCALES && (ROWS == THREADS || thread < ROWS)) {
-            u32 row = rows[thread];
-            copy_word_async(shared_address(stage + At::SCALES + thread * 4),
-                            F::scales(row & SECOND ? second : first, row & ~SECOND, columns, step));
-        }
-#pragma unroll
-        for (int i = 0; i < TOKENS * INPUT_PIECES / THREADS; i++) {
-            u32 n = (i * THREADS + thread) / INPUT_PIECES, piece = thread % INPUT_PIECES;
-            if (n < input_tiles * 8) {
-                bool inside = n < x.count;
-                const u16* from = x.values + x.rows[inside ? n : 0] * x.stride + step * F::KC + piece * 8;
-                u8* place = stage + At::CODES + input_place<F, ROWS, TOKENS>(n, piece);
-                copy_async_or_zero(shared_address(place), from, inside);
-            }
-        }
-    };
-    u32 a[2][2][4];
-    // Of the rows of this lane: g and g + 8 of each m.
-    u32 odd = 0;
-#pragma unroll
-    for (int r = 0; r < 2 * M; r++) odd |= F::odd(rows[warp * 16 * M + r * 8 + g], columns) ? 1u << r : 0;
-    // Steps that are fetched ahead. Tensor cores may still read the stage before, which is left alone.
-    constexpr int AHEAD = At::NUMBER - 1 - WARP_GROUPS;
-#pragma unroll
-    for (int stage = 0; stage < AHEAD; stage++) {
-        if (stage < steps) fetch(stage, memory + stage * At::BYTES);
-        copies_commit();
-    }
-    auto behind = [](u32 stage) { return stage == (At::NUMBER - 1) * At::BYTES ? 0 : stage + At::BYTES; };
-    // Where the step to be computed lies, and where the step that is fetched meanwhile is put.
-    u32 own = 0, fetched = AHEAD * At::BYTES;
-#pragma unroll 1
-    for (u32 step = 0; step < steps; step++) {
-        copies_wait<AHEAD - 1>();
-#if WARP_GROUPS
-        // What was copied is seen by the tensor cores.
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-#endif
-        __syncthreads();
-        if (step + AHEAD < steps) fetch(step + AHEAD, memory + fetched);
-        copies_commit();
-        const u8* codes = memory + own;
-        fetched = WARP_GROUPS ? behind(fetched) : own;
-        own = behind(own);
-        const u32* scales = (const u32*)(codes + At::SCALES) + warp * 16 * M + g;
-        const u8* inputs = codes + At::CODES;
-        codes += (warp * 16 * M + g) * F::PITCH;
-        // Rows g and g + 8 of one m.
-        auto load = [&](int m, int r) {
-            u32 scale = F::SCALES ? scales[m * 16 + r * 8] : 0;
-            return F::load(codes + (m * 16 + r * 8) * F::PITCH, scale, odd >> (2 * m + r) & 1, step, t);
-        };
-        // Eight weights of each: left operands of the first four of each lane, then of the other four.
-        auto widen = [&](const typename F::Raw& raw, int part, int r, u32 (&a)[2][4]) {
-            u32 w[4];
-            F::widen(raw, part, table, w);
-            a[0][r] = w[0];
-            a[0][2 + r] = w[1];
-            a[1][r] = w[2];
-            a[1][2 + r] = w[3];
-        };
-#if WARP_GROUPS
-        const u32 address = shared_address(inputs);
-        constexpr int PARTS = F::KC / 32;
-#pragma unroll
-        for (int m = 0; m < M; m++) {
-            if (PARTS == 1) groups_wait<0>();
-            typename F::Raw upper = load(m, 0), lower = load(m, 1);
-            // While weights are multiplied, others are widened, to where the products of those before are done.
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) {
-                if (PARTS > 1) groups_wait<1>();
-                stays_behind(upper);
-                stays_behind(lower);
-                widen(upper, part, 0, a[part % 2]);
-                widen(lower, part, 1, a[part % 2]);
-                const u64 b = described<F>(address + part / 2 * (TOKENS * 128) + part % 2 * 64);
-                groups_begin();
-                multiply_group(sums[m], a[part % 2][0], b);
-                // 32 bytes on.
-                multiply_group(sums[m], a[part % 2][1], b + 2);
-                groups_commit();
-            }
-        }
-#else
-        inputs += g * At::INPUT_PITCH + t * 16;
-        // Unrolled, the parts would need more registers than there are.
-#pragma unroll 1
-        for (int part = 0; part < F::KC / 32; part++) {
-#pragma unroll
-            for (int m = 0; m < M; m++) {
-#pragma unroll
-                for (int r = 0; r < 2; r++) widen(load(m, r), part, r, a[m]);
-            }
-#pragma unroll
-            for (int n = 0; n < N; n++) {
-                if (n < input_tiles) {
-                    uint4 b = *(const uint4*)(inputs + n * 8 * At::INPUT_PITCH + part * 64);
-#pragma unroll
-                    for (int m = 0; m < M; m++) multiply_tile(sums[m][n], a[m][0], b.x, b.y);
-#pragma unroll
-                    for (int m = 0; m < M; m++) multiply_tile(sums[m][n], a[m][1], b.z, b.w);
-                }
-            }
-        }
-#endif
-    }
-#if WARP_GROUPS
-    groups_wait<0>();
-#endif
-    copies_wait<0>();
-    __syncthreads();
-}
-
 // out[token, row] = matrix[row, .] . x[token, group of the row, .].
 // Grid: (token tiles, row tiles of a group, groups).
 template <class F>
@@ -268,16 +19,16 @@ static __device__ __forceinline__ void dense(const Weights& matrix, const u16* x
     typedef Stages<F, DENSE_ROWS, DENSE_TOKENS> At;
     extern __shared__ uint4 shared_memory[];
     __shared__ u32 rows_of_x[DENSE_TOKENS];
-    __shared__ TileRows rows;
     const u32 first_token = blockIdx.x * DENSE_TOKENS, first = blockIdx.y * DENSE_ROWS, group = blockIdx.z;
     if (threadIdx.x < DENSE_TOKENS) rows_of_x[threadIdx.x] = first_token + threadIdx.x;
-    rows[threadIdx.x] = group * group_rows + min(first + threadIdx.x, group_rows - 1);
     u8* memory = stages_in(shared_memory);
-    F::fill((uint4*)(memory + At::ALL_BYTES));
+    F::fill(memory + At::ALL_BYTES);
+    Pipeline pipeline = pipeline_of_block();
     __syncthreads();
     Inputs inputs = {x + (u64)group * columns, stride, rows_of_x, min(tokens - first_token, (u32)DENSE_TOKENS)};
     float sums[M][N][4];
-    tile<F, M, N>(sums, matrix, matrix, rows, columns, inputs, memory, (const uint4*)(memory + At::ALL_BYTES));
+    const Rows<false> rows = {matrix, matrix, group * group_rows + first, group * group_rows + group_rows - 1};
+    tile<F, M, N>(sums, rows, columns, inputs, memory, memory + At::ALL_BYTES, pipeline);
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int m = 0; m < M; m++) {
@@ -392,12 +143,12 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
                                                u64 pieces, u32 step_columns, u16* mids, float* plain) {
     extern __shared__ uint4 shared_memory[];
     __shared__ u32 rows_of_x[EXPERT_TOKENS], items[EXPERT_TOKENS];
-    __shared__ TileRows tile_rows;
     __shared__ volatile Tile now;
     u8* memory = stages_in(shared_memory);
-    uint4* table = (uint4*)(memory + Stages<F, THREADS, EXPERT_TOKENS>::ALL_BYTES);
-    u32* before = (u32*)((u8*)table + F::TABLE_BYTES);
+    u8* table = memory + Stages<F, THREADS, EXPERT_TOKENS>::ALL_BYTES;
+    u32* before = (u32*)(table + F::TABLE_BYTES);
     F::fill(table);
+    Pipeline pipeline = pipeline_of_block();
     const u32 row_tiles = (rows + THREADS / 2 - 1) / (THREADS / 2), tiles = count_tiles(sorted.starts, sorted.n_experts, before) * row_tiles;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
         if (threadIdx.x == 0) find_tile(now, sorted, before, index, row_tiles, THREADS / 2);
@@ -407,12 +158,11 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
             items[threadIdx.x] = item;
             rows_of_x[threadIdx.x] = item / n_used;
         }
-        u32 row = min(now.first_row + threadIdx.x / 32 * 16 + threadIdx.x % 16, rows - 1);
-        tile_rows[threadIdx.x] = (now.expert * rows + row) | (threadIdx.x / 16 % 2 ? SECOND : 0);
         __syncthreads();
         Inputs inputs = {x, columns, rows_of_x, now.count};
         float sums[2][8][4];
-        tile<F, 2, 8>(sums, gate, up, tile_rows, columns, inputs, memory, table);
+        const Rows<true> own = {gate, up, now.expert * rows + now.first_row, now.expert * rows + rows - 1};
+        tile<F, 2, 8>(sums, own, columns, inputs, memory, table, pipeline);
         const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int i = 0; i < 4; i += 2) {
@@ -441,12 +191,12 @@ static __device__ __forceinline__ void down(const Weights& matrix, const Sorted&
                                             u32 rows, float* parts) {
     extern __shared__ uint4 shared_memory[];
     __shared__ u32 rows_of_x[EXPERT_TOKENS], items[EXPERT_TOKENS];
-    __shared__ TileRows tile_rows;
     __shared__ volatile Tile now;
     u8* memory = stages_in(shared_memory);
-    uint4* table = (uint4*)(memory + Stages<F, THREADS, EXPERT_TOKENS>::ALL_BYTES);
-    u32* before = (u32*)((u8*)table + F::TABLE_BYTES);
+    u8* table = memory + Stages<F, THREADS, EXPERT_TOKENS>::ALL_BYTES;
+    u32* before = (u32*)(table + F::TABLE_BYTES);
     F::fill(table);
+    Pipeline pipeline = pipeline_of_block();
     const u32 row_tiles = (rows + THREADS - 1) / THREADS;
     const u32 tiles = count_tiles(sorted.starts, sorted.n_experts, before) * row_tiles;
     for (u32 index = blockIdx.x; index < tiles; index += gridDim.x) {
@@ -456,11 +206,11 @@ static __device__ __forceinline__ void down(const Weights& matrix, const Sorted&
             items[threadIdx.x] = sorted.order[now.place + threadIdx.x];
             rows_of_x[threadIdx.x] = now.place + threadIdx.x;
         }
-        tile_rows[threadIdx.x] = now.expert * rows + min(now.first_row + threadIdx.x, rows - 1);
         __syncthreads();
         Inputs inputs = {mids, columns, rows_of_x, now.count};
         float sums[2][8][4];
-        tile<F, 2, 8>(sums, matrix, matrix, tile_rows, columns, inputs, memory, table);
+        const Rows<false> own = {matrix, matrix, now.expert * rows + now.first_row, now.expert * rows + rows - 1};
+        tile<F, 2, 8>(sums, own, columns, inputs, memory, table, pipeline);
         const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, g = lane / 4, t = lane % 4;
 #pragma unroll
         for (int m = 0; m < 2; m++) {

@@ -54,41 +54,9 @@ pub(super) fn fits(matrix: &Matrix) -> bool {
     aligned && input_bytes(columns) <= INPUT_BYTES
 }
 
-/// Whether the matrix has few long rows, which are divided among warps. It depends on the shape alone, so that a product
-/// has the same bits wherever it is computed.
-pub(super) fn has_long_rows(matrix: &Matrix) -> bool {
-    matrix.block_type() == BlockType::F16 && matrix.rows() <= 64 && matrix.columns() >= 8192
-}
-
 /// How many of the kernels' inputs a launch takes for `left` tokens, if there is room for `most`.
 fn width(left: usize, most: usize) -> usize {
     [1, 2, 4, 8].into_iter().find(|&n| n >= left || n == most).unwrap_or(most).min(most)
-}
-
-fn long_rows(
-    gpu: &Gpu,
-    matrix: &Matrix,
-    input: View<'_, f32>,
-    tokens: usize,
-    output: u64,
-) -> Result<(), CudaError> {
-    let (rows, columns) = (matrix.rows(), matrix.columns());
-    let mut first = 0;
-    while first < tokens {
-        let width = width(tokens - first, 4);
-        let n = width.min(tokens - first);
-        let arguments = Arguments::new()
-            .read(matrix.bytes.view())
-            .read(input.slice(first * columns..(first + n) * columns))
-            .int(columns)
-            .int(rows)
-            .int(n)
-            .long(output + (first * rows * size_of::<f32>()) as u64);
-        let shape = Launch::new(rows, THREADS);
-        gpu.launch("matrix_decode", &format!("long_rows_{width}"), shape, arguments)?;
-        first += n;
-    }
-    Ok(())
 }
 
 /// Products of matrices with a common input; `groups` is 1 unless there is one matrix.
@@ -178,8 +146,5 @@ pub(super) fn one(
     groups: usize,
     output: &ViewMut<'_, f32>,
 ) -> Result<(), CudaError> {
-    if groups == 1 && has_long_rows(matrix) {
-        return long_rows(gpu, matrix, input, tokens, output.address());
-    }
     products(gpu, input, tokens, groups, &[(matrix, output.address())])
 }

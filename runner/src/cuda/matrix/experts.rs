@@ -46,21 +46,32 @@ struct Format {
     values: usize,
     /// Whether sums of codes are needed, for minima.
     sums: bool,
-    table_bytes: usize,
+    /// Entries of tables in shared memory.
+    entries: usize,
 }
 
 impl Format {
     fn of(matrix: &Matrix) -> Option<Self> {
         matrix.planes?;
-        let (values, sums, table_bytes) = match matrix.block_type() {
-            // Sixteen copies of two tables.
-            BlockType::Iq2Xxs => (64, false, (256 + 128) * 4 * 16),
+        let (values, sums, entries) = match matrix.block_type() {
+            BlockType::Iq2Xxs => (64, false, 256 + 128),
             BlockType::Q2K => (64, true, 0),
             BlockType::Q4K => (32, true, 0),
             BlockType::Mxfp4 => (32, false, 0),
             _ => return None,
         };
-        Some(Self { name: matrix.block_type().name(), values, sums, table_bytes })
+        Some(Self { name: matrix.block_type().name(), values, sums, entries })
+    }
+
+    /// How many copies of each entry there are, so that lanes do not meet in one bank of shared memory: as many as lanes where
+    /// there is room for them.
+    fn copies(gpu: &Gpu) -> usize {
+        if gpu.device.facts().shared_bytes >= 200 << 10 { 32 } else { 16 }
+    }
+
+    /// Shared memory of tables: 4 bytes an entry and copy, and as many for each lane.
+    fn table_bytes(&self, gpu: &Gpu) -> usize {
+        if self.entries == 0 { 0 } else { 4 * (self.entries * Self::copies(gpu) + 32) }
     }
 
     /// Shared memory of a rounded input: codes, scales and sums of pieces of 16 values, whole warps of chunks.
@@ -216,7 +227,8 @@ impl ExpertMatrices {
             Some(mids) => arguments.write(mids),
             None => arguments.null(),
         };
-        let shared = gate.input_bytes(self.outputs()) + gate.table_bytes;
+        let arguments = arguments.int(Format::copies(gpu));
+        let shared = gate.input_bytes(self.outputs()) + gate.table_bytes(gpu);
         let shape = Launch::new(self.width() / 32, 256).by(work.tokens * work.n_used).shared(shared as u32);
         gpu.launch("matrix_experts", &format!("gate_up_{}", gate.name), shape, arguments)
     }
@@ -238,8 +250,9 @@ impl ExpertMatrices {
             .int(work.n_used)
             .int(self.width())
             .int(self.outputs())
-            .write(output);
-        let shared = work.n_used * down.input_bytes(self.width()) + down.table_bytes;
+            .write(output)
+            .int(Format::copies(gpu));
+        let shared = work.n_used * down.input_bytes(self.width()) + down.table_bytes(gpu);
         let most = 2 * gpu.device.facts().n_multiprocessors as usize;
         let blocks = self.outputs().div_ceil(16).min(most);
         let shape = Launch::new(blocks, 512).by(work.tokens).shared(shared as u32);

@@ -243,7 +243,7 @@ impl Matrix {
     }
 
     /// The bytes, which are in the file's order where the type has no planes.
-    pub(super) fn values_as_stored(&self) -> View<'_, u8> {
+    pub(in super::super) fn values_as_stored(&self) -> View<'_, u8> {
         self.bytes.view()
     }
 
@@ -312,7 +312,7 @@ impl Matrix {
         let together = pass == Pass::Decode
             && tokens > 0
             && (2..=decode::MOST_PARTS).contains(&matrices.len())
-            && matrices.iter().all(|(matrix, _)| decode::fits(matrix) && !decode::has_long_rows(matrix));
+            && matrices.iter().all(|(matrix, _)| decode::fits(matrix));
         if together {
             let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
             return decode::products(gpu, input, tokens, 1, &parts);

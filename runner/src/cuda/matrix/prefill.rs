@@ -14,14 +14,14 @@ struct Tiling {
     dense: (usize, usize),
     /// Rows and inputs of an expert.
     expert: (usize, usize),
-    /// Steps in shared memory besides those of the format.
-    more_stages: usize,
+    /// Which of a format's two numbers counts.
+    variant: usize,
 }
 
 impl Tiling {
     fn of(gpu: &Gpu) -> &'static Self {
-        const GROUPS: Tiling = Tiling { threads: 512, dense: (256, 128), expert: (512, 64), more_stages: 1 };
-        const WARPS: Tiling = Tiling { threads: 256, dense: (256, 64), expert: (256, 64), more_stages: 0 };
+        const GROUPS: Tiling = Tiling { threads: 512, dense: (256, 128), expert: (512, 64), variant: 1 };
+        const WARPS: Tiling = Tiling { threads: 256, dense: (256, 64), expert: (256, 64), variant: 0 };
         if gpu.kernels.has_warp_groups() { &GROUPS } else { &WARPS }
     }
 }
@@ -40,11 +40,12 @@ struct Format {
     step_columns: usize,
     /// Where each piece of eight columns goes among those of its step, a hexadecimal digit each.
     pieces: u64,
-    /// Steps in shared memory, bytes of a row there and of an input, and those of a table.
-    stages: usize,
+    /// Bytes of a row in shared memory.
     row_bytes: usize,
-    input_bytes: usize,
-    table_bytes: usize,
+    /// Bytes of an input there, steps, and bytes of a table: on any chip, and where there is more of it.
+    input_bytes: [usize; 2],
+    stages: [usize; 2],
+    table_bytes: [usize; 2],
     /// Whether there are kernels for routed experts.
     experts: bool,
 }
@@ -58,17 +59,21 @@ impl Format {
     /// `None` if the kernels do not know this matrix.
     fn of(matrix: &Matrix) -> Option<Self> {
         let divided = matrix.planes.is_some();
-        // Columns and number of the steps in shared memory, how far rows lie apart there, and bytes of a table.
-        let (step_columns, stages, pitch, table_bytes, pieces) = match matrix.block_type() {
-            BlockType::Iq2Xxs if divided => (128, 3, 32, 4096, pieces(16, |p| p % 4 * 4 + p / 4)),
-            BlockType::Q2K if divided => (128, 2, 48, 0, pieces(16, |p| p / 4 * 4 + p / 2 % 2 + p % 2 * 2)),
+        // Columns of a step, how far rows lie apart in shared memory, steps and bytes of a table there.
+        let (step_columns, pitch, stages, table_bytes, pieces) = match matrix.block_type() {
+            BlockType::Iq2Xxs if divided => {
+                (128, 32, [2, 4], [(24 << 10) + 256, (48 << 10) + 256], pieces(16, |p| p % 4 * 4 + p / 4))
+            }
+            BlockType::Q2K if divided => {
+                (128, 48, [2, 4], [0; 2], pieces(16, |p| p / 4 * 4 + p / 2 % 2 + p % 2 * 2))
+            }
             BlockType::Q4K if divided => {
                 let place = |p| (p / 4 % 2 * 2 + p % 2) * 4 + p / 8 * 2 + p / 2 % 2;
-                (128, 2, 80, 0, pieces(16, place))
+                (128, 80, [2, 3], [0; 2], pieces(16, place))
             }
-            BlockType::Mxfp4 if divided => (128, 2, 64, 0, pieces(16, |p| p % 4 * 4 + p / 4)),
-            BlockType::Q8_0 if divided => (64, 3, 64, 0, pieces(8, |p| p % 2 * 4 + p / 2)),
-            BlockType::F16 => (32, 3, 64, 0, pieces(4, |p| p)),
+            BlockType::Mxfp4 if divided => (128, 64, [2, 4], [0; 2], pieces(16, |p| p % 4 * 4 + p / 4)),
+            BlockType::Q8_0 if divided => (64, 64, [3, 4], [0; 2], pieces(8, |p| p % 2 * 4 + p / 2)),
+            BlockType::F16 => (64, 128, [2, 4], [0; 2], pieces(8, |p| p)),
             _ => return None,
         };
         let columns = matrix.columns();
@@ -77,7 +82,7 @@ impl Format {
         let small = u32::try_from(matrix.rows().saturating_mul(columns / 32)).is_ok()
             && i32::try_from(matrix.rows()).is_ok()
             && matrix.rows() / 256 < GRID_LIMIT;
-        let input_bytes = if step_columns == 32 { 64 } else { step_columns * 2 + 64 };
+        let input_bytes = [step_columns * 2 + 64, step_columns * 2];
         let scale_bytes = if matches!(matrix.block_type(), BlockType::Q4K | BlockType::F16) { 0 } else { 4 };
         let row_bytes = pitch + scale_bytes;
         let experts = !matches!(matrix.block_type(), BlockType::Q8_0 | BlockType::F16);
@@ -86,9 +91,9 @@ impl Format {
             name,
             step_columns,
             pieces,
-            stages,
             row_bytes,
             input_bytes,
+            stages,
             table_bytes,
             experts,
         })
@@ -97,8 +102,9 @@ impl Format {
     /// Shared memory of a block.
     fn shared_bytes(&self, tiling: &Tiling, (rows, tokens): (usize, usize)) -> usize {
         // Stages begin at a multiple of 1,024 bytes.
-        let stage_bytes = rows * self.row_bytes + tokens * self.input_bytes;
-        1024 + (self.stages + tiling.more_stages) * stage_bytes + self.table_bytes
+        let variant = tiling.variant;
+        let stage_bytes = rows * self.row_bytes + tokens * self.input_bytes[variant];
+        1024 + self.stages[variant] * stage_bytes + self.table_bytes[variant]
     }
 
     /// Rounds inputs to `f16` in the order that this format wants.

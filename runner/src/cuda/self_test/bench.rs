@@ -5,6 +5,7 @@ use serde::Serialize;
 
 use super::super::driver::{Arguments, Launch, ViewMut};
 use super::super::error::CudaError;
+use super::super::hyper::Turn;
 use super::super::matrix::{ExpertMatrices, Matrix, Pass, Routed, Workspace};
 use super::super::module::Gpu;
 use super::reference::{self, inputs};
@@ -81,7 +82,9 @@ impl Bench<'_> {
     fn all(&mut self) -> Result<(), CudaError> {
         self.read_all()?;
         self.few_tokens()?;
+        self.streams(1)?;
         self.many_tokens()?;
+        self.streams(MANY_TOKENS)?;
         for (gate, down) in [
             (BlockType::Iq2Xxs, BlockType::Q2K),
             (BlockType::Q2K, BlockType::Q2K),
@@ -105,7 +108,6 @@ impl Bench<'_> {
             ("router", BlockType::F16, 256, 4096, 1),
             ("compressor", BlockType::F16, 1024, 4096, 1),
             ("indexer q", BlockType::F16, 8192, 1024, 1),
-            ("hyper-connection", BlockType::F16, 24, 16_384, 1),
         ] {
             self.dense(name, &[(block_type, rows)], columns, groups, 1, Pass::Decode)?;
         }
@@ -116,6 +118,53 @@ impl Bench<'_> {
         self.dense("all of x, ratio 128", &layer[..4], 4096, 1, 1, pass)?;
         self.dense("attn q_b, 8 tokens", &[(q8, 32_768)], 1024, 1, 8, pass)?;
         self.dense("attn out_b, 2 tokens", &[(q8, 4096)], 8192, 1, 2, pass)
+    }
+
+    /// Streams behind a sub-layer with the mixer of the next, as in a model: four of 4,096. Bytes are those of the mixer, of
+    /// the streams, which are read and written, and of the output that they take in.
+    fn streams(&mut self, tokens: usize) -> Result<(), CudaError> {
+        const WIDTH: usize = 4096;
+        const STREAMS: usize = 4;
+        const MIXES: usize = 24;
+        let many = if tokens == 1 { String::new() } else { format!(", {tokens} tokens") };
+        let name = format!("hyper-connection{many} ({STREAMS} x {WIDTH} -> F16 {MIXES})");
+        if !name.contains(self.wanted) {
+            return Ok(());
+        }
+        let gpu = self.gpu.clone();
+        let mixers =
+            (0..128).map(|seed| Matrix::generate(&gpu, BlockType::F16, MIXES, STREAMS * WIDTH, seed));
+        let mixers: Vec<Matrix> = mixers.collect::<Result<_, _>>()?;
+        let streams = gpu.device.upload(&inputs(tokens, STREAMS * WIDTH, 1), "streams")?;
+        let output = gpu.device.upload(&inputs(tokens, WIDTH, 2), "output")?;
+        let post = gpu.device.upload(&vec![0.1f32; tokens * STREAMS], "post weights")?;
+        let comb = gpu.device.upload(&vec![0.25f32; tokens * STREAMS * STREAMS], "stream mix")?;
+        let mut turned = gpu.device.zeros::<f32>(tokens * STREAMS * WIDTH, "streams")?;
+        let mut partials = gpu.device.zeros::<f32>(tokens * (MIXES + 1) * WIDTH / 64, "partial sums")?;
+        let milliseconds = best(&gpu, || {
+            mixers.iter().try_for_each(|mixer| {
+                let turn = Turn {
+                    output: output.view(),
+                    second: None,
+                    post: post.view(),
+                    comb: comb.view(),
+                    mixer: ("F16", mixer.values_as_stored().address()),
+                    tokens,
+                    width: WIDTH,
+                    n_streams: STREAMS,
+                    n_mixes: MIXES,
+                };
+                if tokens == 1 {
+                    turn.launch_for_one(&gpu, streams.view(), &turned.view_mut(), &partials.view_mut())
+                } else {
+                    turn.launch_for_many(&gpu, &turned.view_mut(), &partials.view_mut())
+                }
+            })
+        })? / mixers.len() as f64;
+        let bytes = mixers[0].n_bytes() + tokens * (2 * STREAMS + 1) * WIDTH * size_of::<f32>();
+        let flops = 2.0 * (tokens * STREAMS * WIDTH * (MIXES + 1 + STREAMS)) as f64;
+        self.add(name, bytes, flops, milliseconds);
+        Ok(())
     }
 
     fn many_tokens(&mut self) -> Result<(), CudaError> {
