@@ -66,6 +66,13 @@ static __device__ __forceinline__ int dot4(u32 a, u32 b, int c) {
     return sum;
 }
 
+// The same, of unsigned bytes with signed ones.
+static __device__ __forceinline__ int dot4_unsigned(u32 a, u32 b, int c) {
+    int sum;
+    asm("dp4a.u32.s32 %0, %1, %2, %3;" : "=r"(sum) : "r"(a), "r"(b), "r"(c));
+    return sum;
+}
+
 // Weights are read once: they must not push anything out of the first-level cache.
 static __device__ __forceinline__ uint4 load_once(const uint4* place) {
     uint4 v;

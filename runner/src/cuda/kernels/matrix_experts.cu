@@ -39,7 +39,7 @@ struct Iq2Xxs {
         u32 positive;
         __device__ __forceinline__ Table(const u8* table, u32 copies) {
             stride = 4 * copies;
-            grid = shared_address(table) + threadIdx.x % copies * 4;
+            grid = shared_address(table) + (threadIdx.x & (copies - 1)) * 4;
             signs = grid + 256 * stride;
             positive = ((volatile const u32*)(table + (256 + 128) * stride))[threadIdx.x % WARP];
         }
@@ -57,22 +57,25 @@ struct Iq2Xxs {
     static __device__ __forceinline__ u32 place(u32 piece) { return piece % 4; }
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) { return chunk * 4 + place; }
 
-    static __device__ void fill(u8* table, u32 copies) {
-        for (u32 i = threadIdx.x; i < 256 + 128; i += blockDim.x) {
-            u32 selectors = 0;
-            if (i < 256) {
-                u32 codes = d_iq2_xxs[i];
+    static __device__ __forceinline__ u32 selectors(u32 entry) {
+        u32 selectors = 0, codes = entry < 256 ? d_iq2_xxs[entry] : 0, signs = (entry - 256) | (__popc(entry - 256) & 1) << 7;
 #pragma unroll
-                for (int k = 0; k < 8; k++) selectors |= (codes >> (2 * k) & 3) << (4 * k);
-            } else {
-                u32 all = (i - 256) | (__popc(i - 256) & 1) << 7;
-#pragma unroll
-                for (int k = 0; k < 8; k++) selectors |= (all >> k & 1) << (4 * k + 2);
+        for (int k = 0; k < 8; k++) selectors |= entry < 256 ? (codes >> (2 * k) & 3) << (4 * k) : (signs >> k & 1) << (4 * k + 2);
+        return selectors;
+    }
+    static __device__ __forceinline__ void fill(u8* table, u32 copies) {
+        u32* words = (u32*)table;
+        // A lane works out one entry; then the warp writes all copies of one, or of two, at a time, so that no bank is met twice.
+        const u32 lane = threadIdx.x % WARP, at_once = copies == WARP ? 1 : 2, own = copies == WARP ? 0 : lane / 16;
+        for (u32 first = threadIdx.x - lane; first < 256 + 128; first += blockDim.x) {
+            const u32 mine = selectors(first + lane);
+#pragma unroll 8
+            for (u32 i = 0; i < copies; i++) {
+                u32 word = __shfl_sync(ALL_LANES, mine, i * at_once + own);
+                words[first * copies + i * WARP + lane] = word;
             }
-            uint4 four = make_uint4(selectors, selectors, selectors, selectors);
-            for (u32 copy = 0; copy < copies; copy += 4) *(uint4*)(table + (i * copies + copy) * 4) = four;
         }
-        if (threadIdx.x < WARP) ((u32*)table)[(256 + 128) * copies + threadIdx.x] = POSITIVE;
+        if (threadIdx.x < WARP) words[(256 + 128) * copies + threadIdx.x] = POSITIVE;
     }
     static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
         raw.codes = load_once((const uint4*)(w.planes + row * (columns / 4)) + chunk);
@@ -131,12 +134,14 @@ struct Q2K {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             uint4 xs = x[j * WARP];
-            int dot = dot4(raw.codes.x >> (2 * j) & 0x03030303u, xs.x, 0);
-            dot = dot4(raw.codes.y >> (2 * j) & 0x03030303u, xs.y, dot);
-            dot = dot4(raw.codes.z >> (2 * j) & 0x03030303u, xs.z, dot);
-            dot = dot4(raw.codes.w >> (2 * j) & 0x03030303u, xs.w, dot);
+            // 4^j times the codes, exactly undone with the scale.
+            const u32 mask = 0x03030303u << (2 * j);
+            int dot = dot4_unsigned(raw.codes.x & mask, xs.x, 0);
+            dot = dot4_unsigned(raw.codes.y & mask, xs.y, dot);
+            dot = dot4_unsigned(raw.codes.z & mask, xs.z, dot);
+            dot = dot4_unsigned(raw.codes.w & mask, xs.w, dot);
             u32 s = raw.scales >> (8 * j) & 255;
-            scaled = fmaf((float)(dot * (int)(s & 15)), scales[j * WARP], scaled);
+            scaled = fmaf((float)(dot * (int)(s & 15)), scales[j * WARP] * (1.0f / (1 << (2 * j))), scaled);
             minima = fmaf((float)(s >> 4), sums[j * WARP], minima);
         }
         return half_to_float((u16)raw.dm) * scaled - half_to_float((u16)(raw.dm >> 16)) * minima;
@@ -180,11 +185,13 @@ struct Q4K {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             uint4 xs = x[j * WARP];
-            int dot = dot4(raw.codes.x >> (4 * j) & 0x0f0f0f0fu, xs.x, 0);
-            dot = dot4(raw.codes.y >> (4 * j) & 0x0f0f0f0fu, xs.y, dot);
-            dot = dot4(raw.codes.z >> (4 * j) & 0x0f0f0f0fu, xs.z, dot);
-            dot = dot4(raw.codes.w >> (4 * j) & 0x0f0f0f0fu, xs.w, dot);
-            scaled = fmaf((float)(dot * (int)(pair >> (8 * j) & 63)), scales[j * WARP], scaled);
+            // 16^j times the codes, exactly undone with the scale.
+            const u32 mask = 0x0f0f0f0fu << (4 * j);
+            int dot = dot4_unsigned(raw.codes.x & mask, xs.x, 0);
+            dot = dot4_unsigned(raw.codes.y & mask, xs.y, dot);
+            dot = dot4_unsigned(raw.codes.z & mask, xs.z, dot);
+            dot = dot4_unsigned(raw.codes.w & mask, xs.w, dot);
+            scaled = fmaf((float)(dot * (int)(pair >> (8 * j) & 63)), scales[j * WARP] * (1.0f / (1 << (4 * j))), scaled);
             minima = fmaf((float)(pair >> (16 + 8 * j) & 63), sums[j * WARP], minima);
         }
         return half_to_float((u16)raw.head.x) * scaled - half_to_float((u16)(raw.head.x >> 16)) * minima;
@@ -330,7 +337,7 @@ static __device__ __forceinline__ void put_input(const Input& x, const float* va
 
 // Gate and up products of 32 rows for one expert of one token, activated:
 // codes[item, F] and scales[item, F / 32] of weight * mid, and plain[item, F] = mid if wanted.
-// Grid: (F / 32, tokens * n_used), 8 warps; a warp has four rows of both matrices, and takes C chunks a lane at a time.
+// Grid: (F / 32, n_used, tokens), 8 warps; a warp has four rows of both matrices, and takes C chunks a lane at a time.
 template <class F, int C>
 static __device__ __forceinline__ void gate_up(const Weights& gate, const Weights& up, const u32* experts, const float* weights,
                                                const float* input, u32 n_used, u32 columns, u32 rows, float limit,
@@ -341,7 +348,7 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
     Input x = input_at<F>(memory, columns);
     u8* table_memory = memory;
 
-    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, item = blockIdx.y;
+    const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = blockIdx.z, item = token * n_used + blockIdx.y;
     const u32 chunks = columns / F::VALUES, steps = (chunks + C * WARP - 1) / (C * WARP);
     F::fill(table_memory, copies);
     await_previous();
@@ -357,7 +364,7 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
         }
     };
     load(now, 0, 0);
-    put_input<F>(x, input + (u64)(item / n_used) * columns, columns);
+    put_input<F>(x, input + (u64)token * columns, columns);
     __syncthreads();
     const typename F::Table table(table_memory, copies);
 

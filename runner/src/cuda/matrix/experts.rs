@@ -229,7 +229,8 @@ impl ExpertMatrices {
         };
         let arguments = arguments.int(Format::copies(gpu));
         let shared = gate.input_bytes(self.outputs()) + gate.table_bytes(gpu);
-        let shape = Launch::new(self.width() / 32, 256).by(work.tokens * work.n_used).shared(shared as u32);
+        let shape =
+            Launch::new(self.width() / 32, 256).by(work.n_used).deep(work.tokens).shared(shared as u32);
         gpu.launch("matrix_experts", &format!("gate_up_{}", gate.name), shape, arguments)
     }
 
