@@ -347,22 +347,27 @@ impl Bench<'_> {
         };
         let [gate, _, down] = experts.block_types();
         let matrix_flops = 2.0 * (items * outputs * experts.width()) as f64;
-        let mut part = |name: &str, matrices: f64, run: &mut Many<'_>| -> Result<(), CudaError> {
-            let milliseconds = best(&gpu, || run(&mut workspace, &mut out.view_mut()))?;
-            let name = format!("{name} of {N_USED} of {n_experts} experts, {gate} + {down}, {tokens} tokens");
-            self.add(name, experts.n_bytes(), matrices * matrix_flops, milliseconds);
-            Ok(())
-        };
-        part("sorting", 0.0, &mut |workspace, _| {
+        let gate_bytes = n_experts * 2 * super::row_bytes(gate, outputs) * experts.width();
+        let mut part =
+            |name: &str, bytes: usize, matrices: f64, run: &mut Many<'_>| -> Result<(), CudaError> {
+                let milliseconds = best(&gpu, || run(&mut workspace, &mut out.view_mut()))?;
+                let name =
+                    format!("{name} of {N_USED} of {n_experts} experts, {gate} + {down}, {tokens} tokens");
+                self.add(name, bytes, matrices * matrix_flops, milliseconds);
+                Ok(())
+            };
+        part("sorting", 0, 0.0, &mut |workspace, _| {
             experts.prefill_prepare(&gpu, &work, &experts.prefill_parts(workspace, &work)?)
         })?;
-        part("gate + up", 2.0, &mut |workspace, _| {
+        part("gate + up", gate_bytes, 2.0, &mut |workspace, _| {
             experts.prefill_gate_up(&gpu, &work, &experts.prefill_parts(workspace, &work)?, None)
         })?;
-        part("down", 1.0, &mut |workspace, _| {
+        part("down", experts.n_bytes() - gate_bytes, 1.0, &mut |workspace, _| {
             experts.prefill_down(&gpu, &work, &experts.prefill_parts(workspace, &work)?)
         })?;
-        part("all", 3.0, &mut |workspace, out| experts.routed(&gpu, workspace, &work, out, None))
+        part("all", experts.n_bytes(), 3.0, &mut |workspace, out| {
+            experts.routed(&gpu, workspace, &work, out, None)
+        })
     }
 }
 
