@@ -15,7 +15,7 @@ const NANO: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/test-vectors/nano/check
 static LIBRARIES: LazyLock<Option<Libraries>> = LazyLock::new(Libraries::compile);
 
 struct Libraries {
-    /// With folders `driver`, `old`, `faults`, each with a library, and `home`.
+    /// With folders `driver`, `old`, `faults`, `compiler`, each with a library, and `home`.
     folder: tempfile::TempDir,
 }
 
@@ -29,12 +29,14 @@ impl Libraries {
         };
         let (driver, old, faults) =
             (place("driver/libcuda.so.1"), place("old/libcuda.so.1"), place("faults/libcuda.so"));
+        let compiler = place("compiler/libnvrtc.so");
         place("home/nothing");
         let source = |name: &str| format!("{SOURCES}/{name}.c");
         let soname = "-Wl,-soname,libcuda.so.1".to_owned();
         for arguments in [
             vec![soname.clone(), "-o".into(), driver.clone(), source("stand_in")],
             vec![soname, "-DOLD_LIBRARY".into(), "-o".into(), old, source("stand_in")],
+            vec!["-o".into(), compiler, source("compiler")],
             vec!["-o".into(), faults, source("faults"), "-Wl,--no-as-needed".into(), driver, "-ldl".into()],
         ] {
             let output =
@@ -231,6 +233,26 @@ fn a_library_that_lacks_functions_is_no_panic() {
     // The version comes first: it says what to do.
     machine.driver = "driver=11080".to_owned();
     machine.is_refused(&["supports CUDA 11.8", "update the driver"]);
+}
+
+#[test]
+fn a_compiler_that_lacks_functions_is_no_panic() {
+    let Some(mut machine) = Machine::new("") else { return };
+    machine.folders = vec!["compiler", "driver"];
+    let lacks = "libnvrtc lacks 9 of 10 functions, the first is `nvrtcCreateProgram`";
+    let ended = machine.run(&["doctor"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    // What is part of the program serves.
+    assert!(ended.stdout.contains("embedded PTX"), "{}", ended.stdout);
+    machine.is_reported(&[lacks]);
+    // Who asks for the compiler is not given something else.
+    machine.fails(&[&run("cuda")[..], &["--kernels-from", "nvrtc"]].concat(), &[lacks, "--backend cpu"]);
+    let ended = machine.run(&[&score("auto")[..], &["--kernels-from", "nvrtc"]].concat());
+    assert!(
+        ended.stderr.contains("computing on the CPU: ") && ended.stderr.contains(lacks),
+        "{}",
+        ended.stderr
+    );
 }
 
 #[test]

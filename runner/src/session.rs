@@ -66,6 +66,18 @@ pub struct Options {
     pub level: Level,
 }
 
+impl Options {
+    /// Whether the CPU widens a model's matrices at loading.
+    fn widens(&self, model: &HyperParameters) -> bool {
+        widened_bytes(model) <= self.widen_up_to_bytes
+    }
+
+    /// Bytes that the CPU's own copy of a model's matrices takes: 0 where they are read from the file as they are needed.
+    pub fn copied_bytes(&self, model: &HyperParameters) -> u64 {
+        if self.widens(model) { widened_bytes(model) } else { 0 }
+    }
+}
+
 impl Default for Options {
     fn default() -> Self {
         Self {
@@ -177,7 +189,7 @@ impl Model {
                 let backend = CpuBackend {
                     level: options.level,
                     activations: options.activations,
-                    widen: widened_bytes(h) <= options.widen_up_to_bytes,
+                    widen: options.widens(h),
                 };
                 let read_ahead = (!backend.widen).then(|| ReadAhead::new(source, releases(source, &options)));
                 let engine = threads.install(|| open_engine(backend, source, &options))?;

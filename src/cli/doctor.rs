@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 use runner::cuda::check::{Check, Group, SelfTest, self_test};
-use runner::cuda::module::compiler_version;
+use runner::cuda::compiler::{compiler_problem, compiler_version};
 use runner::cuda::{CudaError, Device, Kernels, Plan};
 use runner::weights::open_source;
 use serde_json::json;
@@ -58,6 +58,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             "multiprocessors": facts.n_multiprocessors,
             "cuda_of_driver": format!("{}.{}", facts.driver / 1000, facts.driver % 1000 / 10),
             "nvrtc": compiler,
+            "nvrtc_problem": compiler_problem(),
             "kernels": kernels.as_ref().ok().map(Kernels::origin),
             "problem": kernels.as_ref().err().map(ToString::to_string),
             "memory_bytes": { "free": free, "total": total },
@@ -83,7 +84,13 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         facts.driver / 1000,
         facts.driver % 1000 / 10,
         kernels.map_or_else(|error| format!("none: {error}"), |kernels| kernels.origin()),
-        compiler.map_or_else(|| "no NVRTC found".to_owned(), |version| format!("NVRTC {version}")),
+        compiler.map_or_else(
+            || format!(
+                "no NVRTC: {}",
+                compiler_problem().unwrap_or_else(|| "it tells no version".to_owned())
+            ),
+            |version| format!("NVRTC {version}"),
+        ),
         units::bytes(free as u64),
         units::bytes(total as u64),
     );

@@ -8,9 +8,8 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use flate2::{Compression, GzBuilder};
-use runner::cuda::module::{
-    CHIPS, Compiled, Prebuilt, PrebuiltUnit, UNITS, Unit, compile_with, compiler_version, prebuilt,
-};
+use runner::cuda::compiler::{Compiled, compile_with, compiler_version};
+use runner::cuda::module::{CHIPS, Prebuilt, PrebuiltUnit, UNITS, Unit, prebuilt};
 use serde::{Deserialize, Serialize};
 
 use crate::cubin::{self, Needs};

@@ -1,6 +1,6 @@
 //! The model's operations on an NVIDIA GPU.
 //!
-//! [`driver`] is the driver, thinly; [`module`] finds or compiles the kernels; [`matrix`] holds weights and multiplies;
+//! [`driver`] is the driver, thinly; [`module`] finds the kernels or has the [`compiler`] make them; [`matrix`] holds weights and multiplies;
 //! [`CudaBackend`] holds what a model needs there, and its operations are everything else. Kernels are CUDA C without any include, in `kernels/`. A result never depends on
 //! the grid, on the number of multiprocessors or on the other rows of a batch: no float atomics, each sum in a fixed order.
 //!
@@ -12,6 +12,7 @@ mod backend;
 mod cache;
 pub mod check;
 mod choice;
+pub mod compiler;
 pub mod driver;
 mod error;
 mod hyper;

@@ -2,22 +2,20 @@
 //!
 //! For a device, in this order: what an earlier run compiled and kept in the user's cache folder; the run-time compiler
 //! NVRTC if it is on the machine; PTX that is part of the program and that the driver finishes for the device.
-#![expect(unsafe_code, reason = "calls of the run-time compiler")]
 
 use std::collections::{BTreeMap, HashMap};
-use std::ffi::CString;
 use std::fmt::Write as _;
 use std::io::Read as _;
 use std::path::PathBuf;
 use std::sync::{Arc, PoisonError, RwLock};
 
-use cudarc::nvrtc::{result, sys};
 use flate2::read::GzDecoder;
 use gguf_tools::block::{BlockType, codebook};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::choice::{KernelChoice, Origin};
+use super::compiler::{compile, compiler_problem, compiler_version};
 use super::driver::{Arguments, Device, Kernel, Launch, Module};
 use super::error::CudaError;
 
@@ -36,6 +34,9 @@ pub const OWN_PTX_TARGET: &str = "compute_90a";
 /// Chips that kernels are checked for: H200, without and with the instructions that no other chip has, RTX 50, GB10.
 pub const CHIPS: [&str; 4] = ["sm_90", "sm_90a", "sm_120", "sm_121"];
 
+/// Version of NVRTC. Those before know nothing of consumer Blackwell, and none before was tried.
+const OLDEST_COMPILER: (i32, i32) = (12, 8);
+
 /// What sources on activations begin with behind that.
 const ACTIVATIONS: &str = include_str!("kernels/activations.cuh");
 
@@ -51,7 +52,7 @@ const PREFILL_PARTS: [&str; 4] = [
 const PREFILL: &str = "matrix_prefill";
 
 /// Options of every compilation.
-const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "-diag-suppress=177"];
+pub(super) const OPTIONS: [&str; 3] = ["--std=c++17", "-default-device", "-diag-suppress=177"];
 
 /// One source file: kernels that are compiled together.
 #[derive(Debug, Clone, Copy)]
@@ -128,7 +129,7 @@ impl Unit {
     }
 
     /// Whether products and sums may be contracted, as an option of the compiler.
-    fn contraction(&self) -> &'static str {
+    pub(super) fn contraction(&self) -> &'static str {
         if self.activations { "--fmad=false" } else { "--fmad=true" }
     }
 
@@ -199,95 +200,6 @@ impl Prebuilt {
     }
 }
 
-/// Version of the run-time compiler on this machine, if there is one.
-pub fn compiler_version() -> Option<(i32, i32)> {
-    // SAFETY: loads a library by its usual names.
-    if !unsafe { sys::is_culib_present() } {
-        return None;
-    }
-    let (mut major, mut minor) = (0, 0);
-    // SAFETY: writes two integers.
-    unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }.result().ok()?;
-    Some((major, minor))
-}
-
-/// Compiles a unit with NVRTC: a cubin for `sm_NN`, PTX (ending in NUL) for `compute_NN`.
-///
-/// # Errors
-/// If there is no compiler, or it refuses; the error holds its log.
-pub fn compile(unit: &Unit, target: &str) -> Result<Vec<u8>, CudaError> {
-    compile_with(unit, target, &[]).map(|compiled| compiled.image)
-}
-
-/// What the compiler gives.
-#[derive(Debug, Clone)]
-pub struct Compiled {
-    /// A cubin or PTX.
-    pub image: Vec<u8>,
-    /// What it says.
-    pub log: String,
-}
-
-/// As [`compile`], with options for reports in the log. They must not change what is made.
-///
-/// # Errors
-/// As [`compile`].
-pub fn compile_with(unit: &Unit, target: &str, more: &[&str]) -> Result<Compiled, CudaError> {
-    let version = compiler_version();
-    let failed = |log: String| CudaError::Compile {
-        unit: unit.name.to_owned(),
-        target: target.to_owned(),
-        version: version.map_or_else(|| "(absent)".to_owned(), |(major, minor)| format!("{major}.{minor}")),
-        log,
-    };
-    if version.is_none() {
-        return Err(failed("libnvrtc was not found".to_owned()));
-    }
-    let source = CString::new(unit.source()).map_err(|e| failed(e.to_string()))?;
-    let name = CString::new(format!("{}.cu", unit.name)).map_err(|e| failed(e.to_string()))?;
-    let program = result::create_program(&source, Some(&name)).map_err(|e| failed(e.to_string()))?;
-    let mut options = vec![format!("--gpu-architecture={target}")];
-    let all = OPTIONS.into_iter().chain([unit.contraction()]).chain(more.iter().copied());
-    options.extend(all.map(str::to_owned));
-    // SAFETY: the program was just made; source and name live until it is destroyed.
-    let compiled = unsafe {
-        let compiled = result::compile_program(program, &options);
-        let log = result::get_program_log(program);
-        let output = compiled.and_then(|()| output(program, target.starts_with("compute_")));
-        let _ = result::destroy_program(program);
-        let log = log.map(|log| log.iter().map(|&c| c as u8).collect::<Vec<_>>()).unwrap_or_default();
-        let log = String::from_utf8_lossy(&log).trim_end_matches('\0').to_owned();
-        match output {
-            Ok(image) => Ok(Compiled { image, log }),
-            Err(error) => Err(format!("{error}\n{log}")),
-        }
-    };
-    compiled.map_err(failed)
-}
-
-/// What a compiled program holds.
-///
-/// # Safety
-/// `program` must have been compiled and not be destroyed.
-unsafe fn output(program: sys::nvrtcProgram, ptx: bool) -> Result<Vec<u8>, result::NvrtcError> {
-    let mut size = 0;
-    // SAFETY: the compiler writes as many bytes as it announced.
-    unsafe {
-        if ptx {
-            sys::nvrtcGetPTXSize(program, &raw mut size).result()?;
-        } else {
-            sys::nvrtcGetCUBINSize(program, &raw mut size).result()?;
-        }
-        let mut bytes = vec![0u8; size];
-        if ptx {
-            sys::nvrtcGetPTX(program, bytes.as_mut_ptr().cast()).result()?;
-        } else {
-            sys::nvrtcGetCUBIN(program, bytes.as_mut_ptr().cast()).result()?;
-        }
-        Ok(bytes)
-    }
-}
-
 /// All kernels, loaded on one device. Clones are cheap.
 #[derive(Clone)]
 pub struct Kernels {
@@ -348,12 +260,14 @@ impl Kernels {
         let KernelChoice { origin, portable } = choice;
         let warp_groups = !portable && has_own_instructions(device);
         let version = compiler_version();
-        // Versions before 12.8 know nothing of consumer Blackwell, and none before it was tried.
-        let compiler = version.filter(|&version| version >= (12, 8) && origin != Origin::Ptx);
-        let images = if let Some(version) = compiler {
-            compile_all(device, version, origin, warp_groups)
-        } else {
-            embedded(device, warp_groups)
+        let compiler = version.filter(|&version| version >= OLDEST_COMPILER && origin != Origin::Ptx);
+        let images = match compiler {
+            Some(version) => compile_all(device, version, origin, warp_groups),
+            None if origin == Origin::Compiler => {
+                let capability = device.facts().capability;
+                Err(CudaError::NoKernels { capability, problem: no_compiler(version) })
+            }
+            None => embedded(device, warp_groups),
         };
         let compiled = images.and_then(|images| load_all(device, &images));
         let (modules, from) = match (compiled, origin) {
@@ -428,6 +342,15 @@ fn no_kernels(device: &Device, error: CudaError, before: Option<&CudaError>) -> 
     };
     let also = before.map(|before| format!(", and {before}")).unwrap_or_default();
     CudaError::NoKernels { capability: device.facts().capability, problem: problem + &also }
+}
+
+/// Why the compiler that was asked for does not serve.
+fn no_compiler(version: Option<(i32, i32)>) -> String {
+    let (major, minor) = OLDEST_COMPILER;
+    version.map_or_else(
+        || compiler_problem().unwrap_or_else(|| "libnvrtc does not tell its version".to_owned()),
+        |(found, second)| format!("NVRTC is {found}.{second}; {major}.{minor} or newer is needed"),
+    )
 }
 
 /// Whether a device is one of those that [`OWN_PTX_TARGET`] is for.
