@@ -197,6 +197,7 @@ impl CalibrationText {
         let wanted = Wanted::by(plan.tensors.iter().filter(|t| is_walked(t, self.dense)));
         let (h, n_tokens) = (source.hyper_parameters(), self.n_tokens() as u64);
         let pass = LayerPass::memory_bytes(h, n_tokens, &wanted, BATCH_TOKENS as u64);
-        Ok(pass + calibrated_memory_bytes(plan, threads, self.dense))
+        let model = Options::default().copied_bytes(h);
+        Ok(model + pass + calibrated_memory_bytes(plan, threads, self.dense))
     }
 }

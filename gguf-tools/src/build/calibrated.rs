@@ -231,13 +231,13 @@ pub fn calibrated_memory_bytes(plan: &Plan, n_threads: usize, dense: bool) -> u6
         * (most(true, &|t| factor(t.n_columns() as u64))
             + most(true, &|t| (t.n_rows() * t.n_columns()) as u64) * 4 * 7);
     let rows = feedback::ROWS as u64;
-    let dense = most(false, &|t| factor(t.n_columns() as u64))
+    let others = most(false, &|t| factor(t.n_columns() as u64))
         + n_threads * most(false, &|t| rows * t.n_columns() as u64) * 4 * 7;
     let mut layer_bytes = std::collections::HashMap::<Option<u32>, u64>::new();
     for tensor in &walked {
         *layer_bytes.entry(tensor.spec.layer).or_default() += tensor.n_bytes;
     }
-    experts.max(dense) + 2 * layer_bytes.values().copied().max().unwrap_or(0)
+    experts.max(others) + 2 * layer_bytes.values().copied().max().unwrap_or(0)
 }
 
 /// Experts that no token came to, as notes for the report.

@@ -5,21 +5,20 @@ use std::ops::Range;
 use gguf_tools::build::MatrixMoments;
 use gguf_tools::feedback::{CrossMoments, SecondMoments, Settings, mixed, products, shrunk_to_diagonal};
 use gguf_tools::model::MatrixInput;
-use half::f16;
-use half::slice::HalfFloatSliceExt;
 use runner::observe::{ExpertObservation, Observation, Observer, Site};
 
 use super::dense::squares;
+use super::half_rows::HalfRows;
 
 /// Inputs that came to one expert, in the order of the tokens.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 struct Expert {
     /// Rows of [`Gathered::inputs`].
     rows: Vec<u32>,
     /// Route weight of each.
     weights: Vec<f32>,
     /// Mids times route weights, `[tokens, inner]`.
-    mids: Vec<f16>,
+    mids: HalfRows,
 }
 
 /// What was gathered in one layer.
@@ -29,7 +28,7 @@ pub(super) struct Gathered {
     hidden: usize,
     inner: usize,
     /// FFN inputs of all tokens, `[tokens, hidden]`.
-    inputs: Vec<f16>,
+    inputs: HalfRows,
     /// How much a change of the FFN's output matters, by token: the squares of the weights with which it enters the streams over the
     /// squared length of the streams behind the layer, which the next norm divides by.
     sensitivities: Vec<f32>,
@@ -48,10 +47,13 @@ impl Gathered {
             layer,
             hidden,
             inner,
-            inputs: Vec::new(),
+            inputs: HalfRows::new(hidden),
             sensitivities: Vec::new(),
             base: 0,
-            experts: vec![Expert::default(); n_experts],
+            experts: vec![
+                Expert { rows: Vec::new(), weights: Vec::new(), mids: HalfRows::new(inner) };
+                n_experts
+            ],
             mean_inputs: Vec::new(),
             mean_mids: None,
         }
@@ -73,15 +75,15 @@ impl Gathered {
         let shares = self.experts.iter().map(|expert| input_share(settings, expert.rows.len()));
         if shares.into_iter().any(|share| share > 0.0) {
             let mut mean = SecondMoments::new(self.hidden);
-            for (row, &weight) in self.inputs.chunks_exact(self.hidden).zip(&self.sensitivities) {
-                mean.add(row.iter().map(|x| x.to_f32()), weight);
+            for (row, &weight) in self.inputs.rows().zip(&self.sensitivities) {
+                mean.add(row, weight);
             }
             self.mean_inputs = mean.finish();
         }
         if self.experts.iter().any(|expert| expert.rows.is_empty()) {
             let mut mean = SecondMoments::new(self.inner);
-            for row in self.experts.iter().flat_map(|expert| expert.mids.chunks_exact(self.inner)) {
-                mean.add(row.iter().map(|x| x.to_f32()), 1.0);
+            for row in self.experts.iter().flat_map(|expert| expert.mids.rows()) {
+                mean.add(row, 1.0);
             }
             self.mean_mids = Some(mean.finish());
         }
@@ -102,15 +104,14 @@ impl Gathered {
     fn input_moments(&self, expert: &Expert, settings: &Settings) -> Vec<f32> {
         let share = input_share(settings, expert.rows.len());
         let mut own = SecondMoments::new(self.hidden);
-        for (&row, mid) in expert.rows.iter().zip(expert.mids.chunks_exact(self.inner)) {
-            let input = &self.inputs[row as usize * self.hidden..][..self.hidden];
+        for (&row, mid) in expert.rows.iter().zip(expert.mids.rows()) {
             let weight = if settings.response_power > 0.0 {
-                let energy: f64 = mid.iter().map(|x| f64::from(x.to_f32()).powi(2)).sum();
+                let energy: f64 = mid.map(|x| f64::from(x).powi(2)).sum();
                 energy.powf(settings.response_power) as f32
             } else {
                 1.0
             };
-            own.add(input.iter().map(|x| x.to_f32()), weight * self.sensitivities[row as usize]);
+            own.add(self.inputs.row(row as usize), weight * self.sensitivities[row as usize]);
         }
         let mut own = own.finish();
         if share > 0.0 {
@@ -140,8 +141,7 @@ impl Gathered {
         for first in (0..n_tokens).step_by(CrossMoments::ROWS) {
             let part = first..n_tokens.min(first + CrossMoments::ROWS);
             let mut mids = self.changed_mids(expert, part.clone(), [gate, up], limit);
-            let right = &expert.mids[part.start * self.inner..part.end * self.inner];
-            let mut right: Vec<f32> = right.iter().map(|x| x.to_f32()).collect();
+            let mut right: Vec<f32> = part.clone().flat_map(|row| expert.mids.row(row)).collect();
             let sensitivities: Vec<f32> =
                 expert.rows[part].iter().map(|&row| self.sensitivities[row as usize]).collect();
             for (row, sensitivity) in mids.chunks_exact(self.inner).zip(&sensitivities) {
@@ -173,8 +173,7 @@ impl Gathered {
     ) -> Vec<f32> {
         let mut inputs = Vec::with_capacity(tokens.len() * self.hidden);
         for &row in &expert.rows[tokens.clone()] {
-            let input = &self.inputs[row as usize * self.hidden..][..self.hidden];
-            inputs.extend(input.iter().map(|x| x.to_f32()));
+            inputs.extend(self.inputs.row(row as usize));
         }
         let mut mids = products(&inputs, gate, self.hidden);
         let ups = products(&inputs, up, self.hidden);
@@ -196,8 +195,7 @@ impl Gathered {
             return mean.clone();
         }
         let mut own = SecondMoments::new(self.inner);
-        for (row, &at) in expert.mids.chunks_exact(self.inner).zip(&expert.rows) {
-            let row = row.iter().map(|x| x.to_f32());
+        for (row, &at) in expert.mids.rows().zip(&expert.rows) {
             own.add(row.clone(), mid_weight(settings, row) * self.sensitivities[at as usize]);
         }
         self.shrunk_mids(own, settings)
@@ -235,18 +233,6 @@ fn prior_share(settings: &Settings, n_tokens: usize) -> f64 {
     if prior > 0.0 { prior / (prior + n_tokens as f64) } else { 0.0 }
 }
 
-fn push_halves(to: &mut Vec<f16>, values: impl ExactSizeIterator<Item = f32>) {
-    let bound = f16::MAX.to_f32();
-    if to.capacity() - to.len() < values.len() {
-        // By an eighth, not to twice the size: these are most of the memory.
-        to.reserve_exact(values.len() + to.len() / 8);
-    }
-    let clamped: Vec<f32> = values.map(|v| v.clamp(-bound, bound)).collect();
-    let start = to.len();
-    to.resize(start + clamped.len(), f16::ZERO);
-    to[start..].convert_from_f32_slice(&clamped);
-}
-
 impl Observer for Gathered {
     fn wants(&self, site: Site, layer: Option<usize>) -> bool {
         layer == Some(self.layer)
@@ -258,8 +244,10 @@ impl Observer for Gathered {
         let squares = || squares(observation.values, n);
         match observation.site {
             Site::FfnInput => {
-                self.base = self.inputs.len() / self.hidden;
-                push_halves(&mut self.inputs, observation.values.iter().copied());
+                self.base = self.inputs.len();
+                for row in observation.values.chunks_exact(self.hidden) {
+                    self.inputs.push(row.iter().copied());
+                }
             }
             Site::FfnPost => self.sensitivities.extend(squares()),
             Site::Streams => {
@@ -278,7 +266,7 @@ impl Observer for Gathered {
         expert.rows.extend(observation.rows.iter().map(|row| (base + row) as u32));
         expert.weights.extend(observation.weights);
         for (mid, &weight) in observation.mids.chunks_exact(self.inner).zip(observation.weights) {
-            push_halves(&mut expert.mids, mid.iter().map(|v| v * weight));
+            expert.mids.push(mid.iter().map(|v| v * weight));
         }
     }
 }

@@ -7,6 +7,7 @@
 mod dataset;
 mod dense;
 mod gather;
+mod half_rows;
 mod patched;
 mod streams;
 
@@ -25,6 +26,7 @@ use sha2::{Digest, Sha256};
 pub use dataset::{DatasetError, Document, read_documents};
 use dense::{Both, Dense};
 use gather::Gathered;
+use half_rows::HalfRows;
 use patched::PatchedSource;
 use streams::{Kept, StreamFile};
 
@@ -179,9 +181,10 @@ impl LayerPass {
     pub fn memory_bytes(model: &HyperParameters, n_tokens: u64, wanted: &Wanted, batch: u64) -> u64 {
         let (hidden, inner) = (model.hidden_size, model.moe_intermediate_size);
         let n_used = model.num_experts_per_tok;
-        let gathered = n_tokens * 2 * (hidden + n_used * inner) + n_tokens * (n_used * 8 + 4);
-        // Buffers grow by an eighth.
-        let gathered = gathered + gathered / 8 + 4 * (hidden * hidden + inner * inner);
+        let halves = HalfRows::memory_bytes(hidden, n_tokens, 1)
+            + HalfRows::memory_bytes(inner, n_tokens * n_used, model.n_routed_experts);
+        // Row, weight and sensitivity of each: vectors that may have grown to twice their size.
+        let gathered = halves + 2 * n_tokens * (n_used * 8 + 4) + 4 * (hidden * hidden + inner * inner);
         let experts = if wanted.experts { gathered } else { 0 };
         experts + Dense::memory_bytes(&wanted.dense, model, batch) + 4 * 4 * batch * model.hc_mult * hidden
     }
