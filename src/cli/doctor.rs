@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use anyhow::Context;
 use clap::Args;
 use runner::cuda::check::{Check, Group, SelfTest, self_test};
-use runner::cuda::compiler::{compiler_problem, compiler_version};
+use runner::cuda::compiler::compiler;
 use runner::cuda::{CudaError, Device, Kernels, Plan};
 use runner::weights::open_source;
 use serde_json::json;
@@ -50,15 +50,15 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         Ok(Plan::new(open_source(path)?.as_ref(), &arguments.compute.options()?))
     });
     let plan = plan.transpose()?;
-    let compiler = compiler_version().map(|(major, minor)| format!("{major}.{minor}"));
+    let compiler = compiler().map(|(major, minor)| format!("{major}.{minor}"));
     if arguments.json {
         print_json(&json!({
             "device": facts.name,
             "compute_capability": format!("{}.{}", facts.capability.0, facts.capability.1),
             "multiprocessors": facts.n_multiprocessors,
             "cuda_of_driver": format!("{}.{}", facts.driver / 1000, facts.driver % 1000 / 10),
-            "nvrtc": compiler,
-            "nvrtc_problem": compiler_problem(),
+            "nvrtc": compiler.as_ref().ok(),
+            "nvrtc_problem": compiler.as_ref().err(),
             "kernels": kernels.as_ref().ok().map(Kernels::origin),
             "problem": kernels.as_ref().err().map(ToString::to_string),
             "memory_bytes": { "free": free, "total": total },
@@ -84,13 +84,7 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         facts.driver / 1000,
         facts.driver % 1000 / 10,
         kernels.map_or_else(|error| format!("none: {error}"), |kernels| kernels.origin()),
-        compiler.map_or_else(
-            || format!(
-                "no NVRTC: {}",
-                compiler_problem().unwrap_or_else(|| "it tells no version".to_owned())
-            ),
-            |version| format!("NVRTC {version}"),
-        ),
+        compiler.map_or_else(|problem| format!("no NVRTC: {problem}"), |version| format!("NVRTC {version}")),
         units::bytes(free as u64),
         units::bytes(total as u64),
     );

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use anyhow::{Context as _, Result, bail, ensure};
 use flate2::{Compression, GzBuilder};
-use runner::cuda::compiler::{Compiled, compile_with, compiler_version};
+use runner::cuda::compiler::{Compiled, compile_with, compiler};
 use runner::cuda::module::{CHIPS, Prebuilt, PrebuiltUnit, UNITS, Unit, prebuilt};
 use serde::{Deserialize, Serialize};
 
@@ -62,7 +62,9 @@ fn prebuilt_folder() -> PathBuf {
 }
 
 pub(crate) fn run(arguments: &Arguments) -> Result<()> {
-    compiler_version().with_context(|| format!("NVRTC (libnvrtc.so.13) was not found; {HOW_TO_INSTALL}"))?;
+    if let Err(problem) = compiler() {
+        bail!("NVRTC (libnvrtc.so.13) is needed: {problem}; {HOW_TO_INSTALL}");
+    }
     let wanted = |unit: &&Unit| arguments.unit.as_ref().is_none_or(|name| name == unit.name);
     // The largest sources first, so that no thread waits long for another at the end.
     let mut units: Vec<&Unit> = UNITS.iter().filter(wanted).collect();

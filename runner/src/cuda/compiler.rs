@@ -22,35 +22,31 @@ const FUNCTIONS: [&str; 10] = [
     "nvrtcGetCUBIN",
 ];
 
-/// Why the compiler cannot be used, if it cannot.
-pub fn compiler_problem() -> Option<String> {
+/// Version of the compiler on this machine.
+///
+/// # Errors
+/// Says why there is none that can be used.
+pub fn compiler() -> Result<(i32, i32), String> {
     // SAFETY: loads a library by its usual names.
     if !unsafe { sys::is_culib_present() } {
-        return Some("libnvrtc was not found".to_owned());
+        return Err("libnvrtc was not found".to_owned());
     }
     // SAFETY: the library is there; it runs nothing of ours on load.
     let library = unsafe { sys::culib() };
     // SAFETY: looked up, not called.
     let is_missing = |name: &&&str| unsafe { library.get::<*const c_void>(name.as_bytes()) }.is_err();
     let missing: Vec<&&str> = FUNCTIONS.iter().filter(is_missing).collect();
-    missing.first().map(|first| {
-        format!(
+    if let Some(first) = missing.first() {
+        return Err(format!(
             "libnvrtc lacks {} of {} functions, the first is `{first}`: reinstall it, or take it out of the libraries' path",
             missing.len(),
             FUNCTIONS.len()
-        )
-    })
-}
-
-/// Version of the compiler on this machine, if there is one that can be used.
-pub fn compiler_version() -> Option<(i32, i32)> {
-    if compiler_problem().is_some() {
-        return None;
+        ));
     }
     let (mut major, mut minor) = (0, 0);
     // SAFETY: the function is there; it writes two integers.
-    unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }.result().ok()?;
-    Some((major, minor))
+    let told = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) }.result();
+    told.map(|()| (major, minor)).map_err(|_| "libnvrtc does not tell its version".to_owned())
 }
 
 /// Compiles a unit with NVRTC: a cubin for `sm_NN`, PTX (ending in NUL) for `compute_NN`.
@@ -75,17 +71,15 @@ pub struct Compiled {
 /// # Errors
 /// As [`compile`].
 pub fn compile_with(unit: &Unit, target: &str, more: &[&str]) -> Result<Compiled, CudaError> {
-    let version = compiler_version();
+    let found = compiler();
     let failed = |log: String| CudaError::Compile {
         unit: unit.name.to_owned(),
         target: target.to_owned(),
-        version: version.map_or_else(|| "(absent)".to_owned(), |(major, minor)| format!("{major}.{minor}")),
+        version: found.as_ref().map_or("(absent)".to_owned(), |(major, minor)| format!("{major}.{minor}")),
         log,
     };
-    if version.is_none() {
-        return Err(failed(
-            compiler_problem().unwrap_or_else(|| "libnvrtc does not tell its version".to_owned()),
-        ));
+    if let Err(problem) = &found {
+        return Err(failed(problem.clone()));
     }
     let source = CString::new(unit.source()).map_err(|e| failed(e.to_string()))?;
     let name = CString::new(format!("{}.cu", unit.name)).map_err(|e| failed(e.to_string()))?;

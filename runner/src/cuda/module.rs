@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
 use super::choice::{KernelChoice, Origin};
-use super::compiler::{compile, compiler_problem, compiler_version};
+use super::compiler::{compile, compiler};
 use super::driver::{Arguments, Device, Kernel, Launch, Module};
 use super::error::CudaError;
 
@@ -259,13 +259,14 @@ impl Kernels {
     pub fn load(device: &Device, choice: KernelChoice) -> Result<Self, CudaError> {
         let KernelChoice { origin, portable } = choice;
         let warp_groups = !portable && has_own_instructions(device);
-        let version = compiler_version();
-        let compiler = version.filter(|&version| version >= OLDEST_COMPILER && origin != Origin::Ptx);
+        let found = compiler();
+        let served = found.as_ref().ok().copied();
+        let compiler = served.filter(|&version| version >= OLDEST_COMPILER && origin != Origin::Ptx);
         let images = match compiler {
             Some(version) => compile_all(device, version, origin, warp_groups),
             None if origin == Origin::Compiler => {
                 let capability = device.facts().capability;
-                Err(CudaError::NoKernels { capability, problem: no_compiler(version) })
+                Err(CudaError::NoKernels { capability, problem: no_compiler(found) })
             }
             None => embedded(device, warp_groups),
         };
@@ -345,12 +346,10 @@ fn no_kernels(device: &Device, error: CudaError, before: Option<&CudaError>) -> 
 }
 
 /// Why the compiler that was asked for does not serve.
-fn no_compiler(version: Option<(i32, i32)>) -> String {
+fn no_compiler(found: Result<(i32, i32), String>) -> String {
     let (major, minor) = OLDEST_COMPILER;
-    version.map_or_else(
-        || compiler_problem().unwrap_or_else(|| "libnvrtc does not tell its version".to_owned()),
-        |(found, second)| format!("NVRTC is {found}.{second}; {major}.{minor} or newer is needed"),
-    )
+    let is_old = |(found, second)| format!("NVRTC is {found}.{second}; {major}.{minor} or newer is needed");
+    found.map_or_else(|problem| problem, is_old)
 }
 
 /// Whether a device is one of those that [`OWN_PTX_TARGET`] is for.
