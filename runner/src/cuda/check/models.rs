@@ -31,6 +31,15 @@ impl SelfTest<'_> {
     }
 }
 
+/// How far logits may be from the CPU's.
+pub(super) fn logits_tolerance(numerics: Numerics, activations: ActivationPrecision) -> Tolerance {
+    match (numerics, activations) {
+        (Numerics::Exact, _) => Tolerance { rms: 1e-5, largest: 1e-3 },
+        (_, ActivationPrecision::F32) => Tolerance { rms: 3e-2, largest: 2.0 },
+        _ => Tolerance { rms: 5e-2, largest: 2.0 },
+    }
+}
+
 /// Logits of every position of every text.
 pub(super) fn all_logits(model: &Model, texts: &[&[u32]]) -> Result<Vec<Vec<f32>>, RunnerError> {
     let mut logits = vec![Vec::new(); texts.len()];
@@ -90,11 +99,7 @@ pub(super) fn model(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), 
         };
         report.run(format!("{mode}: logits"), || {
             let found = all_logits(&cuda, &texts)?;
-            let tolerance = match (numerics, activations) {
-                (Numerics::Exact, _) => Tolerance { rms: 1e-5, largest: 1e-3 },
-                (_, ActivationPrecision::F32) => Tolerance { rms: 3e-2, largest: 2.0 },
-                _ => Tolerance { rms: 5e-2, largest: 2.0 },
-            };
+            let tolerance = logits_tolerance(numerics, activations);
             let (a, b) = (expected.concat(), found.concat());
             let mut verdict = compare(&a, &b, width, tolerance);
             let rows = a.chunks(width).zip(b.chunks(width));
