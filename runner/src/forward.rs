@@ -449,16 +449,18 @@ impl<B: Backend> Network<B> {
         // (4.4.1) qr [C, q_lora]; (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
         let mut matrices = vec![&a.q_b];
         matrices.extend(a.indexer.iter().map(|i| &i.queries));
-        let qr = b.rms_norm(&query, &a.q_norm, epsilon)?;
-        pass.see(b, Site::QueryLora, at, places, &qr)?;
-        let mut products = b.linear_many(&qr, &matrices)?.into_iter();
+        let mut products = if pass.touches(Site::QueryLora, at) {
+            let qr = b.rms_norm(&query, &a.q_norm, epsilon)?;
+            pass.see(b, Site::QueryLora, at, places, &qr)?;
+            b.linear_many(&qr, &matrices)?.into_iter()
+        } else {
+            b.normed_linear_many(&query, &a.q_norm, epsilon, &matrices)?.into_iter()
+        };
         let mut q = products.next().expect("one product for each matrix");
-        b.q_finish(&mut q, head_dim, epsilon, &a.rope, row_places.clone())?;
         let mut index_q = products.next();
-        if let Some(q) = &mut index_q {
-            let width = h.index_head_dim as usize;
-            b.index_finish(q, width, &a.rope, row_places.clone(), pass.numerics)?;
-        }
+        let index_heads = index_q.as_mut().map(|queries| (queries, h.index_head_dim as usize));
+        let at_rows = row_places.clone();
+        b.finish_queries(&mut q, head_dim, epsilon, index_heads, &a.rope, at_rows, pass.numerics)?;
         b.together()?;
 
         let mut o = b.room(places.len(), h.num_attention_heads as usize * head_dim)?;

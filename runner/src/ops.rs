@@ -474,6 +474,16 @@ pub trait Backend: Send + Sync {
         input: &Self::Tensor,
         matrices: &[&Self::Matrix],
     ) -> Result<Vec<Self::Tensor>, RunnerError>;
+    /// [`Backend::rms_norm`], then [`Backend::linear_many`], with their bits.
+    fn normed_linear_many(
+        &self,
+        input: &Self::Tensor,
+        weights: &Self::Vector,
+        epsilon: f32,
+        matrices: &[&Self::Matrix],
+    ) -> Result<Vec<Self::Tensor>, RunnerError> {
+        self.linear_many(&self.rms_norm(input, weights, epsilon)?, matrices)
+    }
     /// (4.4.7) The input's columns and the matrix's rows cut into `groups`; group by group one product.
     fn linear_grouped(
         &self,
@@ -493,28 +503,23 @@ pub trait Backend: Send + Sync {
 
     // Attention.
 
-    /// (4.4.2) Unweighted RMS norm of each head, then rotation.
-    fn q_finish(
+    /// (4.4.2) Unweighted RMS norm of each head, then rotation; (4.6) and of the indexer's queries, if any, given with the
+    /// width of their heads: rotation, then Hadamard rotation and rounding.
+    #[expect(clippy::too_many_arguments, reason = "the operation's arguments")]
+    fn finish_queries(
         &self,
         queries: &mut Self::Tensor,
         head_dim: usize,
         epsilon: f32,
+        index: Option<(&mut Self::Tensor, usize)>,
         rope: &Self::Rope,
         places: RowPlaces<'_, Self>,
+        numerics: Numerics,
     ) -> Result<(), RunnerError>;
     /// (4.4.3) Rotation of key-value rows, then rounding (section 7).
     fn kv_finish(
         &self,
         rows: &mut Self::Tensor,
-        rope: &Self::Rope,
-        places: RowPlaces<'_, Self>,
-        numerics: Numerics,
-    ) -> Result<(), RunnerError>;
-    /// (4.6) Rotation of indexer queries, then Hadamard rotation and rounding.
-    fn index_finish(
-        &self,
-        queries: &mut Self::Tensor,
-        head_dim: usize,
         rope: &Self::Rope,
         places: RowPlaces<'_, Self>,
         numerics: Numerics,

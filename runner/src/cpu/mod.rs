@@ -437,13 +437,15 @@ impl Backend for CpuBackend {
         Ok(())
     }
 
-    fn q_finish(
+    fn finish_queries(
         &self,
         queries: &mut CpuTensor,
         head_dim: usize,
         epsilon: f32,
+        index: Option<(&mut CpuTensor, usize)>,
         rope: &CpuRope,
         places: RowPlaces<'_, Self>,
+        numerics: Numerics,
     ) -> Result<(), RunnerError> {
         let width = queries.width;
         for_rows(&mut queries.values, width, 2 * width, |token, row| {
@@ -454,6 +456,19 @@ impl Backend for CpuBackend {
                     *value *= factor;
                 }
                 attention::rotate_by(head, &angles, false);
+            }
+        });
+        let Some((queries, head_dim)) = index else { return Ok(()) };
+        let width = queries.width;
+        for_rows(&mut queries.values, width, 8 * width, |token, row| {
+            let angles = rope.angles(places.positions()[token]);
+            for head in row.chunks_exact_mut(head_dim) {
+                attention::rotate_by(head, &angles, false);
+                if numerics == Numerics::Official {
+                    round::rotate_and_round_to_fp4(head);
+                } else if self.sums() == Sums::PlainGgml {
+                    plain::hadamard(head);
+                }
             }
         });
         Ok(())
@@ -472,29 +487,6 @@ impl Backend for CpuBackend {
             attention::rotate(row, rope, places.positions()[token], false);
             if numerics == Numerics::Official {
                 round::round_to_fp8(&mut row[..plain]);
-            }
-        });
-        Ok(())
-    }
-
-    fn index_finish(
-        &self,
-        queries: &mut CpuTensor,
-        head_dim: usize,
-        rope: &CpuRope,
-        places: RowPlaces<'_, Self>,
-        numerics: Numerics,
-    ) -> Result<(), RunnerError> {
-        let width = queries.width;
-        for_rows(&mut queries.values, width, 8 * width, |token, row| {
-            let angles = rope.angles(places.positions()[token]);
-            for head in row.chunks_exact_mut(head_dim) {
-                attention::rotate_by(head, &angles, false);
-                if numerics == Numerics::Official {
-                    round::rotate_and_round_to_fp4(head);
-                } else if self.sums() == Sums::PlainGgml {
-                    plain::hadamard(head);
-                }
             }
         });
         Ok(())

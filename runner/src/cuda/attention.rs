@@ -52,26 +52,46 @@ fn hadamard_factor(width: usize) -> f32 {
 }
 
 impl CudaBackend {
-    pub(super) fn finish_queries(
+    #[expect(clippy::too_many_arguments, reason = "the operation's arguments")]
+    pub(super) fn finish_heads(
         &self,
         queries: &mut CudaTensor,
         head_dim: usize,
         epsilon: f32,
+        index: Option<(&mut CudaTensor, usize)>,
         rope: &CudaRope,
         places: &RowPlaces<'_, Self>,
+        numerics: Numerics,
     ) -> Result<(), RunnerError> {
-        let n_heads = queries.width / head_dim;
-        let shape = Launch::new((queries.tokens * n_heads).div_ceil(WARPS), 256);
-        let arguments = Arguments::new()
-            .write(&queries.values.view_mut())
+        let (tokens, n_heads) = (queries.tokens, queries.width / head_dim);
+        let arguments = Arguments::new().write(&queries.values.view_mut());
+        let Some((index_queries, width)) = index else {
+            let arguments = arguments
+                .read(rope.frequencies.view())
+                .read(places.positions())
+                .int(tokens)
+                .int(n_heads)
+                .int(head_dim)
+                .int(rope.frequencies.len())
+                .float(epsilon);
+            let shape = Launch::new((tokens * n_heads).div_ceil(WARPS), 256);
+            return self.launch("attention", "q_finish", shape, arguments);
+        };
+        let n_index_heads = index_queries.width / width;
+        let arguments = arguments
+            .write(&index_queries.values.view_mut())
             .read(rope.frequencies.view())
             .read(places.positions())
-            .int(queries.tokens)
+            .int(tokens)
             .int(n_heads)
             .int(head_dim)
+            .int(n_index_heads)
             .int(rope.frequencies.len())
-            .float(epsilon);
-        self.launch("attention", "q_finish", shape, arguments)
+            .float(epsilon)
+            .int(usize::from(numerics == Numerics::Official))
+            .float(hadamard_factor(width));
+        let shape = Launch::new((tokens * (n_heads + n_index_heads)).div_ceil(WARPS), 256);
+        self.launch("indexer", &format!("finish_queries_{width}"), shape, arguments)
     }
 
     pub(super) fn finish_rows(
@@ -89,28 +109,6 @@ impl CudaBackend {
             .int(rope.frequencies.len())
             .int(usize::from(numerics == Numerics::Official));
         self.launch("attention", "kv_finish", Launch::new(rows.tokens, 256), arguments)
-    }
-
-    pub(super) fn finish_index_queries(
-        &self,
-        queries: &mut CudaTensor,
-        width: usize,
-        rope: &CudaRope,
-        places: &RowPlaces<'_, Self>,
-        numerics: Numerics,
-    ) -> Result<(), RunnerError> {
-        let n_heads = queries.width / width;
-        let shape = Launch::new((queries.tokens * n_heads).div_ceil(WARPS), 256);
-        let arguments = Arguments::new()
-            .write(&queries.values.view_mut())
-            .read(rope.frequencies.view())
-            .read(places.positions())
-            .int(queries.tokens)
-            .int(n_heads)
-            .int(rope.frequencies.len())
-            .int(usize::from(numerics == Numerics::Official))
-            .float(hadamard_factor(width));
-        self.launch("indexer", &format!("index_finish_{width}"), shape, arguments)
     }
 
     pub(super) fn append_rows(

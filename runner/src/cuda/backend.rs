@@ -8,7 +8,7 @@ use gguf_tools::block::BlockType;
 use gguf_tools::model::HyperParameters;
 
 use super::cache::Storage;
-use super::driver::{Arguments, Graph, KernelShare, Launch, PinnedBuffer, View};
+use super::driver::{Arguments, Beside, Graph, KernelShare, Launch, PinnedBuffer, View};
 use super::error::CudaError;
 use super::loading::Loading;
 use super::matrix::{Matrix, Pass, Workspace};
@@ -187,6 +187,20 @@ impl CudaBackend {
             )?;
             work()
         })
+    }
+
+    /// Queues `work` beside what follows.
+    pub(super) fn queue_beside(
+        &self,
+        which: Beside,
+        work: &mut dyn FnMut() -> Result<(), RunnerError>,
+    ) -> Result<(), RunnerError> {
+        // Batches fill the device, and what they give back is wanted at once.
+        if !self.single_tokens() {
+            return work();
+        }
+        self.pool.hold();
+        self.gpu.device.beside(which, work)
     }
 
     pub(super) fn single_tokens(&self) -> bool {

@@ -3,7 +3,7 @@
 use gguf_tools::block::BlockType;
 
 use super::backend::{CudaBackend, CudaTensor, CudaVector};
-use super::driver::{Arguments, Launch, View, ViewMut};
+use super::driver::{Arguments, Beside, Launch, View, ViewMut};
 use super::error::CudaError;
 use super::matrix::Matrix;
 use super::module::Gpu;
@@ -11,15 +11,18 @@ use crate::error::RunnerError;
 use crate::ops::{HyperConnection, HyperConstants, Mix, SublayerInput};
 
 /// Columns of a slice of the hyper-connections' mixer, as in the kernels.
-pub(super) const SLICE: usize = 256;
-/// Columns of each stream and tokens that a block of `hc_turn_tokens` takes, and the streams and most rows of a mixer that it
-/// is made for.
+const SLICE: usize = 256;
+/// Columns of each stream that a block of `hc_turn` or `hc_turn_tokens` takes, tokens that one of the latter takes, and the
+/// streams and most rows of a mixer that they are made for.
 const TURNED_COLUMNS: usize = 64;
 const TURNED_TOKENS: usize = 16;
 const TURNED_STREAMS: usize = 4;
 const TURNED_ROWS: usize = 24;
 /// Tokens for which a slice of the mixer stays in registers.
 const MIX_TOKENS: usize = 32;
+/// Threads of `hc_pre` and of `hc_weigh`.
+const MERGING_THREADS: u32 = 512;
+const WEIGHING_THREADS: u32 = 256;
 
 /// What comes of the mixer before its slices are summed up.
 pub(super) struct Partials {
@@ -42,7 +45,6 @@ pub(super) struct Turn<'a> {
     pub(super) mixer: (&'static str, u64),
     pub(super) tokens: usize,
     pub(super) width: usize,
-    pub(super) n_streams: usize,
     /// Rows of the mixer.
     pub(super) n_mixes: usize,
 }
@@ -57,32 +59,12 @@ impl Turn<'_> {
         arguments.read(self.post).read(self.comb)
     }
 
-    /// To other memory: `turned` `[tokens, n_streams * width]`, `partials` `[tokens, n_mixes + 1, slices of SLICE columns]`.
-    pub(super) fn launch_for_one(
+    /// Streams `[tokens, n_streams * width]` in place; `partials` `[tokens, n_mixes + 1, slices of TURNED_COLUMNS columns of
+    /// every stream]`. A kernel of its own for single tokens gives the same bits.
+    pub(super) fn launch(
         &self,
         gpu: &Gpu,
-        streams: View<'_, f32>,
-        turned: &ViewMut<'_, f32>,
-        partials: &ViewMut<'_, f32>,
-    ) -> Result<(), CudaError> {
-        let n_slices = self.n_streams * self.width / SLICE;
-        let arguments = self
-            .arguments(Arguments::new().read(streams))
-            .write(turned)
-            .long(self.mixer.1)
-            .write(partials)
-            .int(self.width)
-            .int(self.n_streams)
-            .int(self.n_mixes)
-            .int(n_slices);
-        let shape = Launch::new(n_slices, 256).by(self.tokens);
-        gpu.launch("hyper", &format!("hc_turn_{}", self.mixer.0), shape, arguments)
-    }
-
-    /// In place; `partials` `[tokens, n_mixes + 1, slices of TURNED_COLUMNS columns of every stream]`.
-    pub(super) fn launch_for_many(
-        &self,
-        gpu: &Gpu,
+        single: bool,
         streams: &ViewMut<'_, f32>,
         partials: &ViewMut<'_, f32>,
     ) -> Result<(), CudaError> {
@@ -93,15 +75,19 @@ impl Turn<'_> {
             .write(partials)
             .int(self.width)
             .int(self.n_mixes)
-            .int(n_slices)
-            .int(self.tokens);
-        let shape = Launch::new(n_slices, 256).by(self.tokens.div_ceil(TURNED_TOKENS));
-        gpu.launch("hyper", &format!("hc_turn_tokens_{}", self.mixer.0), shape, arguments)
+            .int(n_slices);
+        let (name, blocks, arguments) = if single {
+            ("hc_turn", self.tokens, arguments)
+        } else {
+            ("hc_turn_tokens", self.tokens.div_ceil(TURNED_TOKENS), arguments.int(self.tokens))
+        };
+        let shape = Launch::new(n_slices, 256).by(blocks);
+        gpu.launch("hyper", &format!("{name}_{}", self.mixer.0), shape, arguments)
     }
 }
 
-/// Whether there is a kernel that turns the streams of many tokens.
-pub(super) fn turns_many(output: &CudaTensor, mix: &Mix<CudaBackend>, mixer: &Matrix) -> bool {
+/// Whether there are kernels that turn such streams.
+pub(super) fn turns(output: &CudaTensor, mix: &Mix<CudaBackend>, mixer: &Matrix) -> bool {
     output.width.is_multiple_of(TURNED_COLUMNS)
         && mix.post.width == TURNED_STREAMS
         && mixer.rows() <= TURNED_ROWS
@@ -150,8 +136,7 @@ impl CudaBackend {
         Ok(Partials { values, n_slices })
     }
 
-    /// (3.6) `hc_post`, and the products of [`CudaBackend::hyper_partials`] with what comes of it: by slices of a stream for
-    /// single tokens, of all four streams for many, where [`turns_many`].
+    /// (3.6) `hc_post`, and the products of [`CudaBackend::hyper_partials`] with what comes of it, where [`turns`].
     pub(super) fn turn_streams(
         &self,
         streams: &mut CudaTensor,
@@ -169,32 +154,24 @@ impl CudaBackend {
             mixer: self.mixer_values(mixer, &mut room)?,
             tokens: streams.tokens,
             width: output.width,
-            n_streams: mix.post.width,
             n_mixes: mixer.rows(),
         };
-        let one = self.single_tokens();
-        let n_slices = if one { streams.width / SLICE } else { output.width / TURNED_COLUMNS };
+        let n_slices = output.width / TURNED_COLUMNS;
         let mut values = self.tensor(streams.tokens, n_slices * (mixer.rows() + 1))?;
-        if one {
-            let mut turned = self.tensor(streams.tokens, streams.width)?;
-            let (to, partials) = (turned.values.view_mut(), values.values.view_mut());
-            turn.launch_for_one(&self.gpu, streams.values.view(), &to, &partials)?;
-            *streams = turned;
-        } else {
-            turn.launch_for_many(&self.gpu, &streams.values.view_mut(), &values.values.view_mut())?;
-        }
+        let single = self.single_tokens();
+        turn.launch(&self.gpu, single, &streams.values.view_mut(), &values.values.view_mut())?;
         Ok(Partials { values, n_slices })
     }
 
-    /// (3.6), (3.1) The streams merged, before and behind the norm; `mix`: post and comb weights to be written.
+    /// (3.6), (3.1) The streams merged, before and behind the norm; `n_mixes`: rows of the mixer.
     pub(super) fn merge_streams(
         &self,
         streams: &CudaTensor,
         partials: &Partials,
+        n_mixes: usize,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
         norm: &CudaVector,
-        mix: Option<(&mut CudaTensor, &mut CudaTensor)>,
     ) -> Result<(CudaTensor, CudaTensor), RunnerError> {
         let (m, tokens) = (constants.n_streams, streams.tokens);
         let width = streams.width / m;
@@ -207,23 +184,47 @@ impl CudaBackend {
             .read(weights.base.values.view())
             .read(norm.values.view())
             .write(&x.values.view_mut())
-            .write(&normed.values.view_mut());
-        let arguments = match mix {
-            Some((post, comb)) => arguments.write(&post.values.view_mut()).write(&comb.values.view_mut()),
-            None => arguments.null().null(),
-        };
-        let arguments = arguments
+            .write(&normed.values.view_mut())
+            .int(width)
+            .int(m)
+            .int(n_mixes)
+            .int(partials.n_slices)
+            .float(constants.epsilon)
+            .float(constants.rms_epsilon);
+        let name = if m == 4 { "hc_pre_4" } else { "hc_pre_5" };
+        self.launch("hyper", name, Launch::new(tokens, MERGING_THREADS), arguments)?;
+        Ok((x, normed))
+    }
+
+    /// How the sub-layer's output will be mixed in, from the mixer's products with streams of `width` columns each.
+    fn weigh_streams(
+        &self,
+        partials: &Partials,
+        width: usize,
+        weights: &HyperConnection<Self>,
+        constants: HyperConstants,
+    ) -> Result<Mix<Self>, RunnerError> {
+        let (m, tokens) = (constants.n_streams, partials.values.tokens);
+        let mut mix: Mix<Self> = Mix { post: self.tensor(tokens, m)?, comb: self.tensor(tokens, m * m)? };
+        let arguments = Arguments::new()
+            .read(partials.values.values.view())
+            .read(weights.scale.values.view())
+            .read(weights.base.values.view())
+            .write(&mix.post.values.view_mut())
+            .write(&mix.comb.values.view_mut())
             .int(width)
             .int(m)
             .int(partials.n_slices)
             .int(constants.sinkhorn_iterations)
             .float(constants.epsilon)
             .float(constants.rms_epsilon);
-        self.launch("hyper", "hc_pre", Launch::new(tokens, 544), arguments)?;
-        Ok((x, normed))
+        let name = if m == 4 { "hc_weigh_4" } else { "hc_weigh_5" };
+        self.launch("hyper", name, Launch::new(tokens, WEIGHING_THREADS), arguments)?;
+        Ok(mix)
     }
 
-    /// What `hc_pre` gives, from the mixer's products.
+    /// What `hc_pre` gives, from the mixer's products. The mix of single tokens is computed beside what follows: whoever
+    /// needs it calls [`crate::ops::Backend::together`] first.
     pub(super) fn sublayer_input(
         &self,
         streams: &CudaTensor,
@@ -232,11 +233,15 @@ impl CudaBackend {
         constants: HyperConstants,
         norm: &CudaVector,
     ) -> Result<SublayerInput<Self>, RunnerError> {
-        let (m, tokens) = (constants.n_streams, streams.tokens);
-        let mut post = self.tensor(tokens, m)?;
-        let mut comb = self.tensor(tokens, m * m)?;
-        let parts = Some((&mut post, &mut comb));
-        let (merged, normed) = self.merge_streams(streams, partials, weights, constants, norm, parts)?;
-        Ok(SublayerInput { merged, normed, mix: Mix { post, comb } })
+        let mut mix = None;
+        let width = streams.width / constants.n_streams;
+        self.queue_beside(Beside::Trifle, &mut || {
+            mix = Some(self.weigh_streams(partials, width, weights, constants)?);
+            Ok(())
+        })?;
+        let n_mixes = weights.mixer.rows();
+        let (merged, normed) = self.merge_streams(streams, partials, n_mixes, weights, constants, norm)?;
+        let mix = mix.expect("computed above");
+        Ok(SublayerInput { merged, normed, mix })
     }
 }

@@ -11,9 +11,9 @@ use super::backend::{
     CudaVector, Rule, row_threads,
 };
 use super::cache::CudaCache;
-use super::driver::{Arguments, Launch};
-use super::hyper::{SLICE, turns_many};
-use super::matrix::{ExpertMatrices, Matrix, Routed};
+use super::driver::{Arguments, Beside, Launch};
+use super::hyper::turns;
+use super::matrix::{ExpertMatrices, Matrix, Norm, Pass, Routed};
 use crate::error::RunnerError;
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
@@ -183,6 +183,8 @@ impl Backend for CudaBackend {
     }
 
     fn read<'a>(&self, tensor: &'a CudaTensor) -> Result<Cow<'a, [f32]>, RunnerError> {
+        // It may have been computed beside.
+        self.gpu.device.together()?;
         let mut staging = self.staging.lock().unwrap_or_else(PoisonError::into_inner);
         let n = tensor.values.len();
         if n > staging.as_slice().len() {
@@ -228,6 +230,7 @@ impl Backend for CudaBackend {
     }
 
     fn first_not_finite(&self, tensor: &CudaTensor) -> Result<Option<(usize, usize, f32)>, RunnerError> {
+        self.gpu.device.together()?;
         let n = tensor.values.len();
         let mut found = self.pool.take::<u32>(1, "a place")?;
         self.gpu.device.write(&mut found.view_mut(), &[i32::MAX as u32])?;
@@ -253,12 +256,7 @@ impl Backend for CudaBackend {
     }
 
     fn beside(&self, work: &mut dyn FnMut() -> Result<(), RunnerError>) -> Result<(), RunnerError> {
-        // Batches fill the device, and what they give back is wanted at once.
-        if !self.single_tokens() {
-            return work();
-        }
-        self.pool.hold();
-        self.gpu.device.beside(work)
+        self.queue_beside(Beside::Branch, work)
     }
 
     fn together(&self) -> Result<(), RunnerError> {
@@ -289,9 +287,9 @@ impl Backend for CudaBackend {
         norm: &CudaVector,
     ) -> Result<SublayerInput<Self>, RunnerError> {
         let mixer = &weights.mixer;
-        let one = self.single_tokens();
-        let turns = if one { output.width.is_multiple_of(SLICE) } else { turns_many(output, mix, mixer) };
-        let partials = if turns {
+        let partials = if turns(output, mix, mixer) {
+            // The mix may have been computed beside.
+            self.gpu.device.together()?;
             self.turn_streams(streams, output, second, mix, mixer)?
         } else {
             self.hc_post(streams, output, second, mix)?;
@@ -307,6 +305,7 @@ impl Backend for CudaBackend {
         second: Option<&CudaTensor>,
         mix: &Mix<Self>,
     ) -> Result<(), RunnerError> {
+        self.gpu.device.together()?;
         let arguments = Arguments::new().write(&streams.values.view_mut()).read(output.values.view());
         let arguments = match second {
             Some(second) => arguments.read(second.values.view()),
@@ -327,8 +326,9 @@ impl Backend for CudaBackend {
         constants: HyperConstants,
         norm: &CudaVector,
     ) -> Result<(CudaTensor, CudaTensor), RunnerError> {
-        let partials = self.hyper_partials(streams, &weights.mixer)?;
-        self.merge_streams(streams, &partials, weights, constants, norm, None)
+        let (mixer, n_mixes) = (&weights.mixer, weights.mixer.rows());
+        let partials = self.hyper_partials(streams, mixer)?;
+        self.merge_streams(streams, &partials, n_mixes, weights, constants, norm)
     }
 
     fn rms_norm(
@@ -365,6 +365,28 @@ impl Backend for CudaBackend {
         Ok(outputs)
     }
 
+    fn normed_linear_many(
+        &self,
+        input: &CudaTensor,
+        weights: &CudaVector,
+        epsilon: f32,
+        matrices: &[&Matrix],
+    ) -> Result<Vec<CudaTensor>, RunnerError> {
+        if self.pass() == Pass::Decode && input.tokens == 1 {
+            let mut outputs = Vec::with_capacity(matrices.len());
+            for matrix in matrices {
+                outputs.push(self.tensor(1, matrix.rows())?);
+            }
+            let views = outputs.iter_mut().map(|output| output.values.view_mut());
+            let products: Vec<_> = matrices.iter().copied().zip(views).collect();
+            let norm = Norm { weights: weights.values.view(), epsilon };
+            if Matrix::normed_products(&self.gpu, input.values.view(), norm, &products)? {
+                return Ok(outputs);
+            }
+        }
+        self.linear_many(&self.rms_norm(input, weights, epsilon)?, matrices)
+    }
+
     fn linear_grouped(
         &self,
         input: &CudaTensor,
@@ -395,15 +417,17 @@ impl Backend for CudaBackend {
         self.launch("rows", "project_out", shape, arguments)
     }
 
-    fn q_finish(
+    fn finish_queries(
         &self,
         queries: &mut CudaTensor,
         head_dim: usize,
         epsilon: f32,
+        index: Option<(&mut CudaTensor, usize)>,
         rope: &CudaRope,
         places: RowPlaces<'_, Self>,
+        numerics: Numerics,
     ) -> Result<(), RunnerError> {
-        self.finish_queries(queries, head_dim, epsilon, rope, &places)
+        self.finish_heads(queries, head_dim, epsilon, index, rope, &places, numerics)
     }
 
     fn kv_finish(
@@ -414,17 +438,6 @@ impl Backend for CudaBackend {
         numerics: Numerics,
     ) -> Result<(), RunnerError> {
         self.finish_rows(rows, rope, &places, numerics)
-    }
-
-    fn index_finish(
-        &self,
-        queries: &mut CudaTensor,
-        head_dim: usize,
-        rope: &CudaRope,
-        places: RowPlaces<'_, Self>,
-        numerics: Numerics,
-    ) -> Result<(), RunnerError> {
-        self.finish_index_queries(queries, head_dim, rope, &places, numerics)
     }
 
     fn append_window(

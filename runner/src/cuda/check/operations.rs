@@ -34,6 +34,9 @@ struct Lab<'a, B> {
     h: &'a HyperParameters,
 }
 
+/// Name of results that are zeros everywhere.
+const NOTHING: &str = "difference from what is done step by step";
+
 /// Named results, `(name, width, values)`.
 type Results = Vec<(&'static str, usize, Vec<f32>)>;
 
@@ -95,6 +98,7 @@ enum Operation {
     IndexQueries { tokens: usize, heads: usize, width: usize, numerics: Numerics },
     Route { tokens: usize, experts: usize, used: usize, by_table: bool, level: bool },
     Products { block_type: BlockType, tokens: usize, rows: usize, columns: usize, groups: usize },
+    NormedProducts { block_type: BlockType, tokens: usize, columns: usize },
     Shared { block_type: BlockType, tokens: usize, width: usize, inner: usize },
     Experts { types: [BlockType; 3], tokens: usize, experts: usize, used: usize, width: usize, inner: usize },
 }
@@ -126,7 +130,8 @@ impl Operation {
                 let positions = positions(tokens);
                 let places = b.places(&vec![0; tokens], &positions)?;
                 let rope = b.rope(rope(32.min(width / 2)))?;
-                b.q_finish(&mut q, width, 1e-6, &rope, RowPlaces { batch: &places, rows: 0..tokens })?;
+                let at = RowPlaces { batch: &places, rows: 0..tokens };
+                b.finish_queries(&mut q, width, 1e-6, None, &rope, at, Numerics::Exact)?;
                 Ok(vec![("queries", heads * width, lab.read(&q)?)])
             }
             Self::KeyValues { tokens, width, numerics } => {
@@ -137,11 +142,18 @@ impl Operation {
                 Ok(vec![("rows", width, lab.read(&rows)?)])
             }
             Self::IndexQueries { tokens, heads, width, numerics } => {
-                let mut q = lab.noise(1, tokens, heads * width)?;
+                const HEADS: usize = 3;
+                const HEAD_DIM: usize = 128;
+                let mut q = lab.noise(2, tokens, HEADS * HEAD_DIM)?;
+                let mut index = lab.noise(1, tokens, heads * width)?;
                 let places = b.places(&vec![0; tokens], &positions(tokens))?;
-                let (rope, rows) = (b.rope(rope(32))?, 0..tokens);
-                b.index_finish(&mut q, width, &rope, RowPlaces { batch: &places, rows }, numerics)?;
-                Ok(vec![("index queries", heads * width, lab.read(&q)?)])
+                let (rope, at) = (b.rope(rope(32))?, RowPlaces { batch: &places, rows: 0..tokens });
+                let both = Some((&mut index, width));
+                b.finish_queries(&mut q, HEAD_DIM, 1e-6, both, &rope, at, numerics)?;
+                Ok(vec![
+                    ("queries", HEADS * HEAD_DIM, lab.read(&q)?),
+                    ("index queries", heads * width, lab.read(&index)?),
+                ])
             }
             Self::Route { tokens, experts, used, by_table, level } => {
                 let values = if level { vec![0.5; tokens * experts] } else { noise(1, tokens * experts) };
@@ -174,6 +186,23 @@ impl Operation {
                 let places = b.places(&ids, &[0; 5])?;
                 let taken = b.embed(&matrix, RowPlaces { batch: &places, rows: 0..5 }, 1)?;
                 Ok(vec![("products", rows, lab.read(&product)?), ("rows taken", columns, lab.read(&taken)?)])
+            }
+            Self::NormedProducts { block_type, tokens, columns } => {
+                const ROWS: [usize; 2] = [40, 7];
+                let matrices = [
+                    lab.random(block_type, ROWS[0], columns, 2)?,
+                    lab.random(BlockType::F16, ROWS[1], columns, 3)?,
+                ];
+                let matrices = [&matrices[0], &matrices[1]];
+                let (x, norm) = (lab.noise(1, tokens, columns)?, b.vector(noise(4, columns))?);
+                let together = b.normed_linear_many(&x, &norm, 1e-6, &matrices)?;
+                let apart = b.linear_many(&b.rms_norm(&x, &norm, 1e-6)?, &matrices)?;
+                let (first, second) = (lab.read(&together[0])?, lab.read(&together[1])?);
+                let mut difference = first.clone();
+                difference.extend(&second);
+                let apart = [lab.read(&apart[0])?, lab.read(&apart[1])?].concat();
+                difference.iter_mut().zip(apart).for_each(|(value, apart)| *value -= apart);
+                Ok(vec![("first", ROWS[0], first), ("second", ROWS[1], second), (NOTHING, 1, difference)])
             }
             Self::Shared { block_type, tokens, width, inner } => {
                 let expert = GatedFfn {
@@ -386,13 +415,16 @@ impl SequenceOf {
                 let from = first - (n - self.attending);
                 let cut = |values: &[f32], width: usize| values[from * width..(from + len) * width].to_vec();
                 let mut q = lab.tensor(&cut(&queries, self.heads * width), self.heads * width)?;
-                b.q_finish(&mut q, width, 1e-6, &rope, at.clone())?;
-                let selection = match ratio {
-                    0 => Selection::None,
-                    4 => {
-                        let index_width = INDEX_HEADS * INDEX_WIDTH;
-                        let mut q = lab.tensor(&cut(&index_queries, index_width), index_width)?;
-                        b.index_finish(&mut q, INDEX_WIDTH, &rope, at.clone(), self.numerics)?;
+                let index_width = INDEX_HEADS * INDEX_WIDTH;
+                let mut index_q = match ratio {
+                    4 => Some(lab.tensor(&cut(&index_queries, index_width), index_width)?),
+                    _ => None,
+                };
+                let index = index_q.as_mut().map(|queries| (queries, INDEX_WIDTH));
+                b.finish_queries(&mut q, width, 1e-6, index, &rope, at.clone(), self.numerics)?;
+                let selection = match (ratio, index_q) {
+                    (0, _) => Selection::None,
+                    (_, Some(q)) => {
                         let weights = lab.tensor(&cut(&head_weights, INDEX_HEADS), INDEX_HEADS)?;
                         let (rows, _) =
                             b.index_topk(&cache, &q, &weights, &piece, at.clone(), self.top_k, false)?;
@@ -456,9 +488,8 @@ impl Machines {
             for ((what, width, expected), (_, _, found)) in expected.iter().zip(&found) {
                 report.run(format!("{name}: {what}"), || {
                     Ok(
-                        if ["experts", "rows taken"].contains(what)
-                            && matches!(operation, Operation::Route { .. })
-                            || *what == "rows taken"
+                        if *what == "experts" && matches!(operation, Operation::Route { .. })
+                            || ["rows taken", NOTHING].contains(what)
                         {
                             same_bits(expected, found, *width)
                         } else {
@@ -501,6 +532,9 @@ pub(super) fn rows(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), R
         let steps = matches!(operation, Operation::IndexQueries { numerics: Numerics::Official, .. });
         let tolerance = if steps { Tolerance { rms: 2e-3, largest: 1.0 } } else { CLOSE };
         machines.compare(report, operation, Work::Batch, tolerance);
+        if matches!(operation, Operation::Streams { .. } | Operation::IndexQueries { .. }) {
+            machines.compare(report, operation, Work::Token, tolerance);
+        }
     }
     Ok(())
 }
@@ -644,6 +678,10 @@ pub(super) fn matrices(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(
                         let operation = Operation::Products { block_type, tokens, rows, columns, groups };
                         machines.compare(report, &operation, work, tolerance);
                     }
+                }
+                for (tokens, columns) in [(1, 1024), (1, 256), (1, 1536), (2, 1024), (1, 4096)] {
+                    let normed = Operation::NormedProducts { block_type, tokens, columns };
+                    machines.compare(report, &normed, work, tolerance);
                 }
                 let shared = Operation::Shared { block_type, tokens: 2, width: 512, inner: 256 };
                 machines.compare(report, &shared, work, tolerance);

@@ -62,7 +62,7 @@ impl Device {
         if bytes == 0 {
             return Ok(());
         }
-        self.stream.ends_early_beginnings(self.stream.is_beside());
+        self.stream.ends_early_beginnings();
         // SAFETY: the view is within its buffer.
         step("clearing memory", unsafe {
             result::memset_d8_async(target.pointer, 0, bytes, self.stream.now())
@@ -90,7 +90,7 @@ impl Device {
         if values.is_empty() {
             return Ok(());
         }
-        self.stream.ends_early_beginnings(self.stream.is_beside());
+        self.stream.ends_early_beginnings();
         // SAFETY: same length; from pageable memory the driver has taken the values when the call returns.
         step("copying to the device", unsafe {
             result::memcpy_htod_async(target.pointer, values, self.stream.now())
@@ -113,7 +113,7 @@ impl Device {
         self.bind()?;
         let values = &values.as_slice()[range];
         same_length("copy to the device", values.len(), target.len)?;
-        self.stream.ends_early_beginnings(self.stream.is_beside());
+        self.stream.ends_early_beginnings();
         // SAFETY: same length; the caller keeps the values.
         step("copying to the device", unsafe {
             result::memcpy_htod_async(target.pointer, values, self.stream.now())
@@ -130,7 +130,7 @@ impl Device {
         if values.is_empty() {
             return Ok(());
         }
-        self.stream.ends_early_beginnings(self.stream.is_beside());
+        self.stream.ends_early_beginnings();
         // SAFETY: same length; the stream is waited for before `values` is used.
         step("copying from the device", unsafe {
             result::memcpy_dtoh_async(values, source.pointer, self.stream.now())
@@ -159,7 +159,7 @@ impl Device {
         if bytes == 0 {
             return Ok(());
         }
-        self.stream.ends_early_beginnings(self.stream.is_beside());
+        self.stream.ends_early_beginnings();
         // SAFETY: same length; the borrow of the target forbids overlap.
         step("copying on the device", unsafe {
             result::memcpy_dtod_async(target.pointer, source.pointer, bytes, self.stream.now())

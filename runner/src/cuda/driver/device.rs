@@ -1,7 +1,6 @@
 //! Devices: what they are, opening one, and its restriction to some multiprocessors.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 
 use cudarc::driver::result;
 use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
@@ -9,7 +8,7 @@ use cudarc::driver::sys::{self, CUdevice_attribute as Attribute};
 use super::super::error::CudaError;
 use super::profile::Profile;
 use super::stream::{Context, Side, Stream, bind};
-use super::{Event, describe, functions, step};
+use super::{describe, functions, step};
 
 /// CUDA 13.0, of driver 580.
 const NEEDED_DRIVER: i32 = 13_000;
@@ -96,20 +95,10 @@ impl Device {
         let stream =
             || step("making a stream", result::stream::create(result::stream::StreamKind::NonBlocking));
         let handle = stream()?;
-        let side = Side {
-            handle: stream()?,
-            parting: Event::new(&context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?,
-            meeting: Event::new(&context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING)?,
-            chosen: AtomicBool::new(false),
-            apart: AtomicBool::new(false),
-        };
+        let side = || Side::new(&context, stream()?);
+        let sides = [side()?, side()?];
         Ok(Self {
-            stream: Arc::new(Stream {
-                handle,
-                side: Some(side),
-                kernel_is_last: Default::default(),
-                context,
-            }),
+            stream: Arc::new(Stream::new(handle, Some(sides), context)),
             facts: Arc::new(facts),
             profile: Arc::default(),
         })
@@ -158,8 +147,7 @@ impl Device {
             (stream, part.__bindgen_anon_1.sm.smCount)
         };
         let facts = DeviceFacts { n_multiprocessors: found, ..(*self.facts).clone() };
-        let context = Arc::clone(&self.stream.context);
-        let stream = Stream { handle, side: None, kernel_is_last: Default::default(), context };
+        let stream = Stream::new(handle, None, Arc::clone(&self.stream.context));
         Ok(Self { stream: Arc::new(stream), facts: Arc::new(facts), profile: Arc::default() })
     }
 

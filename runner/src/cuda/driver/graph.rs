@@ -28,7 +28,7 @@ impl Device {
     pub fn capture<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<Graph, E> {
         self.bind()?;
         let mode = sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL;
-        self.stream.ends_early_beginnings(false);
+        self.stream.ends_early_beginnings();
         // SAFETY: the stream lives here.
         step("starting to record a graph", unsafe {
             result::stream::begin_capture(self.stream.handle, mode)
@@ -127,7 +127,7 @@ impl Graph {
     /// If the driver refuses.
     pub fn launch(&self) -> Result<(), CudaError> {
         self.device.bind()?;
-        self.device.stream.ends_early_beginnings(false);
+        self.device.stream.ends_early_beginnings();
         // SAFETY: graph and stream live.
         step("launching a graph", unsafe { result::graph::launch(self.handle, self.device.stream.handle) })
     }

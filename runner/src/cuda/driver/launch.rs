@@ -11,7 +11,7 @@ use super::super::error::CudaError;
 use super::stream::{Context, bind};
 use super::{Device, View, ViewMut, failure, step};
 
-/// Shared memory that a block may use without asking.
+/// Shared memory that a block may use without asking, what its kernel declares included.
 const PLAIN_SHARED_BYTES: u32 = 48 << 10;
 
 impl Device {
@@ -123,7 +123,11 @@ impl Module {
         })?;
         // SAFETY: the module is loaded.
         let handle = step(&what, unsafe { result::module::get_function(self.inner.handle, text) })?;
-        let allowed = Arc::new(AtomicU32::new(PLAIN_SHARED_BYTES));
+        let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
+        // SAFETY: the function was just found.
+        let declared = step(&what, unsafe { result::function::get_function_attribute(handle, which) })?;
+        let allowed = PLAIN_SHARED_BYTES.saturating_sub(u32::try_from(declared).unwrap_or(0));
+        let allowed = Arc::new(AtomicU32::new(allowed));
         Ok(Kernel { handle, module: Arc::clone(&self.inner), name: Arc::from(name), allowed })
     }
 }

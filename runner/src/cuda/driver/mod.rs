@@ -24,6 +24,7 @@ pub use self::device::{Device, DeviceFacts, driver_is_present};
 pub use self::graph::{Event, Graph};
 pub use self::launch::{Arguments, Kernel, Launch, Module};
 pub use self::profile::KernelShare;
+pub use self::stream::Beside;
 use super::error::CudaError;
 
 /// Names the step that failed.

@@ -1,7 +1,7 @@
 //! Context and streams of a device, and order between them.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 use cudarc::driver::{result, sys};
 
@@ -26,45 +26,64 @@ impl Drop for Context {
     }
 }
 
+/// Where work is queued beside the first stream.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Beside {
+    /// Work of a layer that takes as long as what it runs beside.
+    Branch,
+    /// A little that nothing waits for soon, not even what comes later on the branch.
+    Trifle,
+}
+
+/// Number of the first stream among all; those beside follow.
+const FIRST: usize = 0;
+
 pub(super) struct Stream {
     pub(super) handle: sys::CUstream,
     /// For work beside; none on a restricted device.
-    pub(super) side: Option<Side>,
-    /// Whether a kernel comes last here, so that the next may begin before its end; of the second stream, too.
-    pub(super) kernel_is_last: [AtomicBool; 2],
+    pub(super) sides: Option<[Side; 2]>,
+    /// Number of the stream where work is queued now.
+    chosen: AtomicUsize,
+    /// Whether a kernel comes last in each stream, so that the next may begin before its end.
+    kernel_is_last: [AtomicBool; 3],
     pub(super) context: Arc<Context>,
 }
 
-/// A second stream, and the points where the two part and meet.
+/// A further stream, and the points where it parts from the first and meets it again.
 pub(super) struct Side {
     pub(super) handle: sys::CUstream,
-    pub(super) parting: Event,
-    pub(super) meeting: Event,
-    /// Whether work is queued here now.
-    pub(super) chosen: AtomicBool,
+    parting: Event,
+    meeting: Event,
     /// Whether the first stream has yet to wait for this one.
-    pub(super) apart: AtomicBool,
+    apart: AtomicBool,
+}
+
+impl Side {
+    pub(super) fn new(context: &Arc<Context>, handle: sys::CUstream) -> Result<Self, CudaError> {
+        let event = || Event::new(context, sys::CUevent_flags::CU_EVENT_DISABLE_TIMING);
+        Ok(Self { handle, parting: event()?, meeting: event()?, apart: AtomicBool::new(false) })
+    }
 }
 
 impl Stream {
-    pub(super) fn is_beside(&self) -> bool {
-        self.side.as_ref().is_some_and(|side| side.chosen.load(Ordering::Relaxed))
+    pub(super) fn new(handle: sys::CUstream, sides: Option<[Side; 2]>, context: Arc<Context>) -> Self {
+        Self { handle, sides, chosen: AtomicUsize::new(FIRST), kernel_is_last: Default::default(), context }
     }
 
     /// Whether the kernel that is queued next may begin before what comes before has ended. Then it comes last itself.
     pub(super) fn may_begin_early(&self) -> bool {
-        self.kernel_is_last[usize::from(self.is_beside())].swap(true, Ordering::Relaxed)
+        self.kernel_is_last[self.chosen.load(Ordering::Relaxed)].swap(true, Ordering::Relaxed)
     }
 
-    /// The kernel that is queued next has to wait for everything before.
-    pub(super) fn ends_early_beginnings(&self, beside: bool) {
-        self.kernel_is_last[usize::from(beside)].store(false, Ordering::Relaxed);
+    /// The kernel that is queued next where work is queued now has to wait for everything before.
+    pub(super) fn ends_early_beginnings(&self) {
+        self.kernel_is_last[self.chosen.load(Ordering::Relaxed)].store(false, Ordering::Relaxed);
     }
 
     /// Where work is queued now.
     pub(super) fn now(&self) -> sys::CUstream {
-        match &self.side {
-            Some(side) if side.chosen.load(Ordering::Relaxed) => side.handle,
+        match (&self.sides, self.chosen.load(Ordering::Relaxed)) {
+            (Some(sides), number @ 1..) => sides[number - 1].handle,
             _ => self.handle,
         }
     }
@@ -79,7 +98,7 @@ impl Drop for Stream {
     fn drop(&mut self) {
         // SAFETY: made by this module and not used again; work in flight is finished by the driver.
         let _ = unsafe { result::stream::destroy(self.handle) };
-        if let Some(side) = &self.side {
+        for side in self.sides.iter().flatten() {
             // SAFETY: as above.
             let _ = unsafe { result::stream::destroy(side.handle) };
         }
@@ -87,38 +106,46 @@ impl Drop for Stream {
 }
 
 impl Device {
-    /// Queues `work` on a second stream, which waits for everything before; what is queued afterwards does not wait for
+    /// Queues `work` on a further stream, which waits for everything before; what is queued afterwards does not wait for
     /// it until [`Device::together`]. Memory that either gives back must not be used again before then.
     ///
     /// # Errors
     /// If `work` fails or the driver refuses.
-    pub fn beside<E: From<CudaError>>(&self, work: impl FnOnce() -> Result<(), E>) -> Result<(), E> {
+    pub fn beside<E: From<CudaError>>(
+        &self,
+        which: Beside,
+        work: impl FnOnce() -> Result<(), E>,
+    ) -> Result<(), E> {
         // Measured one after the other.
-        let Some(side) = self.stream.side.as_ref().filter(|_| !self.profile.on.load(Ordering::Relaxed))
+        let Some(sides) = self.stream.sides.as_ref().filter(|_| !self.profile.on.load(Ordering::Relaxed))
         else {
             return work();
         };
+        let side = &sides[which as usize];
         self.follow(side.handle, &side.parting, self.stream.handle)?;
-        self.stream.ends_early_beginnings(true);
         side.apart.store(true, Ordering::Relaxed);
-        side.chosen.store(true, Ordering::Relaxed);
+        self.stream.chosen.store(1 + which as usize, Ordering::Relaxed);
+        self.stream.ends_early_beginnings();
         let done = work();
-        side.chosen.store(false, Ordering::Relaxed);
+        self.stream.chosen.store(FIRST, Ordering::Relaxed);
         done
     }
 
-    /// What is queued from now on waits for all work beside.
+    /// What is queued from now on waits for all work beside; work beside itself does not.
     ///
     /// # Errors
     /// If the driver refuses.
     pub fn together(&self) -> Result<(), CudaError> {
-        match &self.stream.side {
-            Some(side) if side.apart.swap(false, Ordering::Relaxed) => {
-                self.stream.ends_early_beginnings(false);
-                self.follow(self.stream.handle, &side.meeting, side.handle)
-            }
-            _ => Ok(()),
+        if self.stream.chosen.load(Ordering::Relaxed) != FIRST {
+            return Ok(());
         }
+        for side in self.stream.sides.iter().flatten() {
+            if side.apart.swap(false, Ordering::Relaxed) {
+                self.stream.ends_early_beginnings();
+                self.follow(self.stream.handle, &side.meeting, side.handle)?;
+            }
+        }
+        Ok(())
     }
 
     /// Lets one stream wait for another.

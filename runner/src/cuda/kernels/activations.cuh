@@ -31,10 +31,6 @@ static __device__ __forceinline__ float block_sum(float value, float* scratch) {
     return sum;
 }
 
-static __device__ __forceinline__ float inverse_rms(float sum_of_squares, int n, float epsilon) {
-    return 1.0f / sqrtf(sum_of_squares / (float)n + epsilon);
-}
-
 // Cosine and sine of the angle of a rotary pair.
 static __device__ __forceinline__ float2 rotary_angle(int position, float frequency) {
     float2 angle;
@@ -134,6 +130,23 @@ static __device__ __forceinline__ void rotate_and_round_row(float* row, float fa
     rotate_and_round_to_fp4(v, lane, factor);
 #pragma unroll
     for (int i = 0; i < N; i++) row[lane * N + i] = v[i];
+}
+
+// (4.4.2) Unweighted norm and rotation of a head, by one warp.
+static __device__ __forceinline__ void finish_query(
+    float* query, const float* frequencies, int position, int head_dim, int n_rotary, float epsilon) {
+    float2* head = (float2*)query;
+    int lane = threadIdx.x & 31, n_pairs = head_dim / 2, plain = n_pairs - n_rotary;
+    float sum = 0.0f;
+    for (int i = lane; i < n_pairs; i += 32) sum = fmaf(head[i].x, head[i].x, fmaf(head[i].y, head[i].y, sum));
+    float factor = inverse_rms(warp_sum(sum), head_dim, epsilon);
+    for (int i = lane; i < n_pairs; i += 32) {
+        float2 pair = head[i];
+        pair.x *= factor;
+        pair.y *= factor;
+        if (i >= plain) pair = rotate(pair, rotary_angle(position, frequencies[i - plain]));
+        head[i] = pair;
+    }
 }
 
 // A fragment of 16 x 16 or two of 16 x 8 from four 8 x 8 matrices; `place`: a row of one of them for each lane.

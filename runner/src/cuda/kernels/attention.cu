@@ -3,26 +3,14 @@
 // The window is a ring: the row of position p is in slot p & ring_mask. All heads share the key-value rows, which are
 // keys and values at once. Storage S: u16 (halves) or float.
 
-// (4.4.2) Unweighted norm and rotation of every head. One warp a head of a token.
+// One warp a head of a token.
 extern "C" __global__ void q_finish(
     float* queries, const float* frequencies, const int* positions,
     int n_tokens, int n_heads, int head_dim, int n_rotary, float epsilon) {
     await_previous();
     u32 job = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
-    int lane = threadIdx.x & 31;
     if (job >= (u32)n_tokens * n_heads) return;
-    float2* head = (float2*)(queries + (u64)job * head_dim);
-    int n_pairs = head_dim / 2, plain = n_pairs - n_rotary, position = positions[job / n_heads];
-    float sum = 0.0f;
-    for (int i = lane; i < n_pairs; i += 32) sum = fmaf(head[i].x, head[i].x, fmaf(head[i].y, head[i].y, sum));
-    float factor = inverse_rms(warp_sum(sum), head_dim, epsilon);
-    for (int i = lane; i < n_pairs; i += 32) {
-        float2 pair = head[i];
-        pair.x *= factor;
-        pair.y *= factor;
-        if (i >= plain) pair = rotate(pair, rotary_angle(position, frequencies[i - plain]));
-        head[i] = pair;
-    }
+    finish_query(queries + (u64)job * head_dim, frequencies, positions[job / n_heads], head_dim, n_rotary, epsilon);
 }
 
 // (4.4.3) Rotation, then rounding. One block a row.

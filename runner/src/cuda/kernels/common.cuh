@@ -8,11 +8,12 @@ typedef unsigned long long u64;
 #define WARP 32
 #define ALL_LANES 0xffffffffu
 
-// A kernel may begin while the one before it still runs, see `launch` in driver.rs. Before this call it must neither read
-// what earlier kernels write nor write anything.
+// A kernel may begin while the one before it still runs, see `launch` of the driver. Before this call it must neither read
+// what earlier kernels write nor write anything. The next one may begin at once: it waits for the end of this one itself,
+// which is also the end of all before.
 static __device__ __forceinline__ void await_previous() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 static __device__ __forceinline__ float half_to_float(u16 half) {
@@ -99,6 +100,9 @@ static __device__ __forceinline__ u8 load_once(const u8* place) {
     return (u8)v;
 }
 
+// Size of a value as an integer that is ordered as sizes are: infinity and then NaN are largest.
+static __device__ __forceinline__ u32 magnitude(float value) { return __float_as_uint(value) & 0x7fffffffu; }
+
 // In a fixed order, the same on every lane.
 static __device__ __forceinline__ float warp_sum(float value) {
 #pragma unroll
@@ -106,6 +110,32 @@ static __device__ __forceinline__ float warp_sum(float value) {
         value += __shfl_xor_sync(ALL_LANES, value, distance);
     }
     return value;
+}
+
+// `warp_sum` of each of some values, a power of two of them, with its bits but fewer exchanges: lanes that hold two values give one
+// away and keep the other. sums[0] is then that of the value whose number is returned.
+template <int N> static __device__ __forceinline__ int sums_of_warp(float (&sums)[N]) {
+    int lane = threadIdx.x & 31, number = 0;
+#pragma unroll
+    for (int distance = 16, count = N; distance; distance >>= 1) {
+        if (count > 1) {
+            count /= 2;
+            bool upper = lane & distance;
+            if (upper) number += count;
+#pragma unroll
+            for (int i = 0; i < count; i++) {
+                float given = upper ? sums[i] : sums[i + count], kept = upper ? sums[i + count] : sums[i];
+                sums[i] = kept + __shfl_xor_sync(ALL_LANES, given, distance);
+            }
+        } else {
+            sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], distance);
+        }
+    }
+    return number;
+}
+
+static __device__ __forceinline__ float inverse_rms(float sum_of_squares, int n, float epsilon) {
+    return 1.0f / sqrtf(sum_of_squares / (float)n + epsilon);
 }
 
 // silu(min(gate, limit)) * clamp(up, -limit, limit). The division is off by up to two units in the last place: one that
@@ -132,6 +162,11 @@ static __device__ __forceinline__ void copy_word_async(u32 shared, const void* g
 static __device__ __forceinline__ void copy_async_or_zero(u32 shared, const void* global, bool wanted) {
     int bytes = wanted ? 16 : 0;
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared), "l"(global), "r"(bytes));
+}
+
+static __device__ __forceinline__ void copy_word_or_zero(u32 shared, const void* global, bool wanted) {
+    int bytes = wanted ? 4 : 0;
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared), "l"(global), "r"(bytes));
 }
 
 static __device__ __forceinline__ void copies_commit() {

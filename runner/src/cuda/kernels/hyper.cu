@@ -35,28 +35,6 @@ template <> struct Eight<u16> {
     __device__ __forceinline__ float value(int i) const { return half_to_float((u16)(pairs[i / 2] >> (i % 2 * 16))); }
 };
 
-// `warp_sum` of each of some values, a power of two of them, with its bits but fewer exchanges: lanes that hold two values give one
-// away and keep the other. sums[0] is then that of the value whose number is returned.
-template <int N> static __device__ __forceinline__ int sums_of_warp(float (&sums)[N]) {
-    int lane = threadIdx.x & 31, number = 0;
-#pragma unroll
-    for (int distance = 16, count = N; distance; distance >>= 1) {
-        if (count > 1) {
-            count /= 2;
-            bool upper = lane & distance;
-            if (upper) number += count;
-#pragma unroll
-            for (int i = 0; i < count; i++) {
-                float given = upper ? sums[i] : sums[i + count], kept = upper ? sums[i + count] : sums[i];
-                sums[i] = kept + __shfl_xor_sync(ALL_LANES, given, distance);
-            }
-        } else {
-            sums[0] += __shfl_xor_sync(ALL_LANES, sums[0], distance);
-        }
-    }
-    return number;
-}
-
 // A warp's rows of a slice of the mixer, eight columns a lane.
 template <typename W> struct MixerSlice {
     Eight<W> weights[MIXER_ROWS];
@@ -145,47 +123,15 @@ static __device__ __forceinline__ void turn_stream(
         }
 }
 
-// `hc_post`, written to other memory since blocks read what others change, and `hc_mix` of what comes of it, with the bits
-// of those two. One slice lies in one stream: d is a multiple of SLICE. Grid: slices by tokens.
-template <typename W>
-static __device__ __forceinline__ void hc_turn(
-    const float* all_streams, const float* output, const float* second, const float* post, const float* comb, float* turned,
-    const W* mixer, float* partials, int d, int m, int n, int n_slices) {
-    int width = m * d, at = blockIdx.x * SLICE + (threadIdx.x & 31) * 8, k = blockIdx.x * SLICE / d, column = at - k * d;
-    u64 token = blockIdx.y;
-    MixerSlice<W> slice;
-    slice.load(mixer, width, n);
-    await_previous();
-    float y[8], old[5][8], factors[5], x[1][8];
-    load_8(output + token * d + column, y);
-#pragma unroll
-    for (int j = 0; j < 5; j++)
-        if (j < m) {
-            load_8(all_streams + token * width + (u64)j * d + column, old[j]);
-            factors[j] = comb[token * m * m + j * m + k];
-        }
-    float factor = post[token * m + k];
-    if (second) {
-        float other[8];
-        load_8(second + token * d + column, other);
-#pragma unroll
-        for (int i = 0; i < 8; i++) y[i] += other[i];
-    }
-    turn_stream(y, old, factor, factors, m, x[0]);
-    if (threadIdx.x < 32) {
-        float4* to = (float4*)(turned + token * width + at);
-        to[0] = make_float4(x[0][0], x[0][1], x[0][2], x[0][3]);
-        to[1] = make_float4(x[0][4], x[0][5], x[0][6], x[0][7]);
-    }
-    slice.multiply(x, partials + token * (n + 1) * n_slices, n, n_slices, 1);
-}
-
-// Four streams, and what a block of `hc_turn_tokens` takes at once: columns of each, and tokens.
+// Four streams, and what a block that turns them takes at once: columns of each, and tokens if there are many.
 #define TURNED_STREAMS 4
 #define TURNED_COLUMNS 64
 #define TURNED_TOKENS 16
 // Rows of the mixer that one of its eight warps has: (2 + 4) * 4 in all.
 #define TURNED_ROWS 3
+// Columns of a block, of all streams, and fours of those of one stream.
+#define TURNED_WIDTH (TURNED_STREAMS * TURNED_COLUMNS)
+#define TURNED_QUADS (TURNED_COLUMNS / 4)
 
 // Four weights as they are stored, and widened.
 static __device__ __forceinline__ float4 load_4(const float* from) { return *(const float4*)from; }
@@ -204,27 +150,88 @@ static __device__ __forceinline__ float dot_4(float4 a, float4 b, float sum) {
     return fmaf(a.w, b.w, fmaf(a.z, b.z, fmaf(a.y, b.y, fmaf(a.x, b.x, sum))));
 }
 
-// `hc_post` of four streams in place, and the mixer's products with what comes of it: partials [T, n + 1, slices], where a
-// slice is 64 columns of every stream. Grid: slices by sixteens of tokens; 256 threads, each of which turns four columns of
-// one token.
+// A warp's rows of the mixer at the block's columns of every stream: a lane has the fours `lane` and 32 + `lane` of those.
+template <typename W, typename Four> struct TurnedMixer {
+    Four weights[TURNED_ROWS][2];
+
+    __device__ __forceinline__ void load(const W* mixer, int d, int n) {
+        int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+#pragma unroll
+        for (int r = 0; r < TURNED_ROWS; r++) {
+            int row = min(warp + 8 * r, n - 1);
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                int stream = lane / TURNED_QUADS + h * (TURNED_STREAMS / 2);
+                int column = blockIdx.x * TURNED_COLUMNS + lane % TURNED_QUADS * 4;
+                weights[r][h] = load_4(mixer + ((u64)row * TURNED_STREAMS + stream) * d + column);
+            }
+        }
+    }
+
+    __device__ __forceinline__ float product(int r, float4 first, float4 second) const {
+        return dot_4(widened(weights[r][1]), second, dot_4(widened(weights[r][0]), first, 0.0f));
+    }
+};
+
+// `hc_post` of one token's four streams in place, and the mixer's products with what comes of it: partials [T, n + 1, slices],
+// where a slice is 64 columns of every stream. The bits are those of `hc_turn_tokens`. Grid: slices by tokens; 256 threads, of
+// which each turns one column of one stream.
+template <typename W, typename Four>
+static __device__ __forceinline__ void hc_turn(
+    float* all_streams, const float* output, const float* second, const float* post, const float* comb, const W* mixer,
+    float* partials, int d, int n, int n_slices) {
+    constexpr int M = TURNED_STREAMS;
+    __shared__ float4 turned[TURNED_WIDTH / 4];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, k = threadIdx.x / TURNED_COLUMNS;
+    const int column = blockIdx.x * TURNED_COLUMNS + threadIdx.x % TURNED_COLUMNS;
+    const u64 token = blockIdx.y;
+    TurnedMixer<W, Four> rows;
+    rows.load(mixer, d, n);
+    await_previous();
+    float* streams = all_streams + token * M * d + column;
+    float y[1] = {output[token * d + column]}, old[5][1], factors[5], mixed[1];
+#pragma unroll
+    for (int j = 0; j < M; j++) {
+        old[j][0] = streams[(u64)j * d];
+        factors[j] = comb[token * M * M + j * M + k];
+    }
+    float factor = post[token * M + k];
+    if (second) y[0] += second[token * d + column];
+    turn_stream(y, old, factor, factors, M, mixed);
+    ((float*)turned)[threadIdx.x] = mixed[0];
+    __syncthreads();
+    // All have read what they change.
+    streams[(u64)k * d] = mixed[0];
+    float* out = partials + token * (n + 1) * n_slices + blockIdx.x;
+    float4 first = turned[lane], last = turned[32 + lane];
+#pragma unroll
+    for (int r = 0; r < TURNED_ROWS; r++) {
+        int row = warp + 8 * r;
+        float sum = warp_sum(rows.product(r, first, last));
+        if (lane == 0 && row < n) out[(u64)row * n_slices] = sum;
+    }
+    if (warp != 7) return;
+    float squares = 0.0f;
+#pragma unroll
+    for (int j = 0; j < M; j++) {
+        float4 quad = turned[j * TURNED_QUADS + lane % TURNED_QUADS];
+        squares = dot_4(quad, quad, squares);
+    }
+#pragma unroll
+    for (int distance = TURNED_QUADS / 2; distance; distance >>= 1) squares += __shfl_xor_sync(ALL_LANES, squares, distance);
+    if (lane == 0) out[(u64)n * n_slices] = squares;
+}
+
+// The same for many tokens. Grid: slices by sixteens of tokens; 256 threads, of which each turns four columns of one token.
 template <typename W, typename Four>
 static __device__ __forceinline__ void hc_turn_tokens(
     float* all_streams, const float* output, const float* second, const float* post, const float* comb, const W* mixer,
     float* partials, int d, int n, int n_slices, int n_tokens) {
-    constexpr int M = TURNED_STREAMS, WIDTH = M * TURNED_COLUMNS, QUADS = TURNED_COLUMNS / 4;
-    __shared__ float4 turned[TURNED_TOKENS][WIDTH / 4];
+    constexpr int M = TURNED_STREAMS, QUADS = TURNED_QUADS;
+    __shared__ float4 turned[TURNED_TOKENS][TURNED_WIDTH / 4];
     const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, first_column = blockIdx.x * TURNED_COLUMNS;
-    // A lane has columns 4 lane .. and 128 + 4 lane .. of the slice.
-    Four weights[TURNED_ROWS][2];
-#pragma unroll
-    for (int r = 0; r < TURNED_ROWS; r++) {
-        int row = min(warp + 8 * r, n - 1);
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-            int stream = lane / QUADS + h * (M / 2), column = first_column + lane % QUADS * 4;
-            weights[r][h] = load_4(mixer + (u64)row * M * d + stream * d + column);
-        }
-    }
+    TurnedMixer<W, Four> rows;
+    rows.load(mixer, d, n);
     await_previous();
     const int own = threadIdx.x / QUADS, quad = threadIdx.x % QUADS, first_token = blockIdx.y * TURNED_TOKENS;
     const int token = min(first_token + own, n_tokens - 1), column = first_column + quad * 4;
@@ -274,8 +281,7 @@ static __device__ __forceinline__ void hc_turn_tokens(
             float sums[AT_ONCE];
 #pragma unroll
             for (int t = 0; t < AT_ONCE; t++) {
-                float first = dot_4(widened(weights[r][0]), x[t][0], 0.0f);
-                sums[t] = dot_4(widened(weights[r][1]), x[t][1], first);
+                sums[t] = rows.product(r, x[t][0], x[t][1]);
             }
             int row = warp + 8 * r, token = first_token + base + sums_of_warp(sums);
             if (lane % (32 / AT_ONCE) == 0 && token < n_tokens && row < n) *out(token, row) = sums[0];
@@ -299,11 +305,11 @@ HC_TURN_TOKENS(F16, u16, uint2, 3)
         hc_mix<W, TOKENS>(streams, mixer, partials, n_tokens, width, n, n_slices, group);                               \
     }
 
-#define HC_TURN(NAME, W)                                                                                                \
-    extern "C" __global__ void __launch_bounds__(256, 1) hc_turn_##NAME(                                                   \
-        const float* streams, const float* output, const float* second, const float* post, const float* comb,           \
-        float* turned, const W* mixer, float* partials, int d, int m, int n, int n_slices) { \
-        hc_turn<W>(streams, output, second, post, comb, turned, mixer, partials, d, m, n, n_slices);                    \
+#define HC_TURN(NAME, W, FOUR)                                                                                          \
+    extern "C" __global__ void __launch_bounds__(256, 2) hc_turn_##NAME(                                                \
+        float* streams, const float* output, const float* second, const float* post, const float* comb, const W* mixer, \
+        float* partials, int d, int n, int n_slices) {                                                                  \
+        hc_turn<W, FOUR>(streams, output, second, post, comb, mixer, partials, d, n, n_slices);                         \
     }
 
 // One token, or four of several at a time.
@@ -311,112 +317,142 @@ HC_MIX(F32_1, float, 1)
 HC_MIX(F32_4, float, 4)
 HC_MIX(F16_1, u16, 1)
 HC_MIX(F16_4, u16, 4)
-HC_TURN(F32, float)
-HC_TURN(F16, u16)
+HC_TURN(F32, float, float4)
+HC_TURN(F16, u16, uint2)
 
 // Groups of four columns of a thread that are loaded before they can be used.
 #define EARLY 2
-// Threads that merge; one more warp works on the mixing matrix meanwhile.
+// Threads that merge the streams of a token.
 #define MERGING 512
-
-static __device__ __forceinline__ void wait_for_merging() { asm volatile("bar.sync 1, 512;" ::: "memory"); }
 
 static __device__ __forceinline__ float reciprocal(float x) {
     float y;
-    asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
 
-// `start` plus the values of lanes first, first + step, .., n of them (at most 5), in this order.
+// `start` plus the values of lanes first, first + step, .., n of them (at most MOST), in this order.
+template <int MOST>
 static __device__ __forceinline__ float sum_of_lanes(float value, int first, int step, int n, float start) {
-    float values[5];
+    float values[MOST];
 #pragma unroll
-    for (int i = 0; i < 5; i++) values[i] = __shfl_sync(ALL_LANES, value, first + min(i, n - 1) * step);
+    for (int i = 0; i < MOST; i++) values[i] = __shfl_sync(ALL_LANES, value, first + min(i, n - 1) * step);
 #pragma unroll
-    for (int i = 0; i < 5; i++) start += i < n ? values[i] : 0.0f;
+    for (int i = 0; i < MOST; i++) start += i < n ? values[i] : 0.0f;
     return start;
 }
 
-// Merges the streams, x = sum of pre_j X[j], and norms the result. One block of 544 threads a token.
-// partials: of hc_mix, [n + 1, slices], n = (2 + M) M, or M for the head's (then no post and comb).
-// x, normed [T, D]; post [T, M]; comb [T, M * M], [old, new].
-extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
-    const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
-    float* x, float* normed, float* post, float* comb, int d, int m, int n_slices, int iterations, float epsilon,
-    float rms_epsilon) {
-    __shared__ float scratch[32];
-    __shared__ float mixes[40];
-    u64 token = blockIdx.x;
-    const float* streams = all_streams + token * m * d;
-    int n = post ? (2 + m) * m : m, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n_warps = blockDim.x >> 5;
-    bool merging = threadIdx.x < MERGING;
-    // Weights come from far: they are on their way before anything is waited for, and so is all else that can be.
-    float4 early[EARLY][5], weights[EARLY];
-#pragma unroll
-    for (int c = 0; c < EARLY; c++) {
-        int i = 4 * (threadIdx.x + c * MERGING);
-        if (merging && i < d) weights[c] = *(const float4*)(norm + i);
-    }
-    int at = min(lane, m * m - 1), row_of_lane = at / m, column_of_lane = at % m;
-    float scale_pre = scale[0], base_pre[5], scale_post = 0.0f, scale_comb = 0.0f, base_post = 0.0f, base_comb = 0.0f;
-#pragma unroll
-    for (int j = 0; j < 5; j++) base_pre[j] = base[min(j, m - 1)];
-    if (post) {
-        scale_post = scale[1], scale_comb = scale[2];
-        base_post = base[m + min(lane, m - 1)], base_comb = base[2 * m + at];
-    }
+// How a sub-layer's output will be mixed into the streams: post [T, M] and comb [T, M * M], [old, new], of the partial products
+// [T, n + 1, slices] with n = (2 + M) M. One block of 8 warps a token. Nothing needs it before the sub-layer is through.
+// MOST: streams that there is room for.
+template <int MOST>
+static __device__ __forceinline__ void hc_weigh(
+    const float* partials, const float* scale, const float* base, float* post, float* comb, int d, int m, int n_slices,
+    int iterations, float epsilon, float rms_epsilon) {
+    __shared__ float mixes[32];
+    const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, n = (2 + m) * m;
+    const int at = min(lane, m * m - 1), row = at / m, column = at % m;
+    const u64 token = blockIdx.x;
+    float scale_post = scale[1], scale_comb = scale[2], base_post = base[m + min(lane, m - 1)], base_comb = base[2 * m + at];
     await_previous();
+    // All rows but those of `hc_pre`, the sum of squares last: at most 31.
+    const int n_rows = n + 1 - m;
+    const float* parts = partials + (token * (n + 1) + m) * n_slices;
+    // So many that rows of 64 slices are on their way before one is used.
+    float mix[4][2];
 #pragma unroll
-    for (int c = 0; c < EARLY; c++) {
-        int i = 4 * (threadIdx.x + c * MERGING);
-        if (!merging || i >= d) continue;
+    for (int r = 0; r < 4; r++)
 #pragma unroll
-        for (int j = 0; j < 5; j++)
-            if (j < m) early[c][j] = *(const float4*)(streams + j * d + i);
-    }
-    const float* parts = partials + token * n_slices * (n + 1);
-    float mix[3][4];
-#pragma unroll
-    for (int r = 0; r < 3; r++)
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            int row = warp + r * n_warps, slice = lane + 32 * k;
-            mix[r][k] = row <= n && slice < n_slices ? parts[row * n_slices + slice] : 0.0f;
+        for (int k = 0; k < 2; k++) {
+            int own = warp + 8 * r, slice = lane + 32 * k;
+            mix[r][k] = own < n_rows && slice < n_slices ? parts[own * n_slices + slice] : 0.0f;
         }
 #pragma unroll
-    for (int r = 0; r < 3; r++) {
-        int row = warp + r * n_warps;
-        if (row > n) break;
-        float sum = (mix[r][0] + mix[r][1]) + (mix[r][2] + mix[r][3]);
-        for (int slice = lane + 128; slice < n_slices; slice += 32) sum += parts[row * n_slices + slice];
+    for (int r = 0; r < 4; r++) {
+        int own = warp + 8 * r;
+        if (own >= n_rows) break;
+        float sum = mix[r][0] + mix[r][1];
+#pragma unroll 1
+        for (int slice = lane + 64; slice < n_slices; slice += 32) sum += parts[own * n_slices + slice];
         sum = warp_sum(sum);
-        if (lane == 0) mixes[row] = sum;
+        if (lane == 0) mixes[own] = sum;
     }
     __syncthreads();
-    float mean_factor = inverse_rms(mixes[n], m * d, rms_epsilon);
-    if (!merging) {
-        if (!post) return;
-        int n_comb = m * m;
-        if (lane < m)
-            post[token * m + lane] = 2.0f * sigmoid(mixes[m + lane] * mean_factor * scale_post + base_post);
-        int row = row_of_lane, column = column_of_lane;
-        float c = mixes[2 * m + at] * mean_factor * scale_comb + base_comb;
-        // Sinkhorn: a softmax of the rows, then columns and rows in turn, columns last.
-        float largest = NEGATIVE_INFINITY;
+    if (warp > 0) return;
+    float mean_factor = inverse_rms(mixes[n_rows - 1], m * d, rms_epsilon);
+    if (lane < m) post[token * m + lane] = 2.0f * sigmoid(mixes[lane] * mean_factor * scale_post + base_post);
+    float c = mixes[m + at] * mean_factor * scale_comb + base_comb;
+    // Sinkhorn: a softmax of the rows, then columns and rows in turn, columns last.
+    float largest = NEGATIVE_INFINITY;
 #pragma unroll
-        for (int i = 0; i < 5; i++) largest = fmaxf(largest, __shfl_sync(ALL_LANES, c, row * m + min(i, m - 1)));
-        c = expf(c - largest);
-        c = c / sum_of_lanes(c, row * m, 1, m, 0.0f) + epsilon;
-        for (int pass = 0; pass < iterations; pass++) {
-            if (pass > 0) c *= reciprocal(sum_of_lanes(c, row * m, 1, m, epsilon));
-            c *= reciprocal(sum_of_lanes(c, column, m, m, epsilon));
-        }
-        if (lane < n_comb) comb[token * n_comb + lane] = c;
-        return;
+    for (int i = 0; i < MOST; i++) largest = fmaxf(largest, __shfl_sync(ALL_LANES, c, row * m + min(i, m - 1)));
+    c = expf(c - largest);
+    c = c / sum_of_lanes<MOST>(c, row * m, 1, m, 0.0f) + epsilon;
+    for (int pass = 0; pass < iterations; pass++) {
+        if (pass > 0) c *= reciprocal(sum_of_lanes<MOST>(c, row * m, 1, m, epsilon));
+        c *= reciprocal(sum_of_lanes<MOST>(c, column, m, m, epsilon));
     }
-    float pre[5];
+    if (lane < m * m) comb[token * m * m + lane] = c;
+}
+
+// For four streams, and for up to five.
+extern "C" __global__ void __launch_bounds__(256) hc_weigh_4(
+    const float* partials, const float* scale, const float* base, float* post, float* comb, int d, int, int n_slices,
+    int iterations, float epsilon, float rms_epsilon) {
+    hc_weigh<4>(partials, scale, base, post, comb, d, 4, n_slices, iterations, epsilon, rms_epsilon);
+}
+
+extern "C" __global__ void __launch_bounds__(256) hc_weigh_5(
+    const float* partials, const float* scale, const float* base, float* post, float* comb, int d, int m, int n_slices,
+    int iterations, float epsilon, float rms_epsilon) {
+    hc_weigh<5>(partials, scale, base, post, comb, d, m, n_slices, iterations, epsilon, rms_epsilon);
+}
+
+// Merges the streams, x = sum of pre_j X[j], and norms the result. One block of 512 threads a token.
+// partials [n + 1, slices] of a mixer of n rows; x, normed [T, D]. MOST: streams that there is room for.
+template <int MOST>
+static __device__ __forceinline__ void hc_pre(
+    const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
+    float* x, float* normed, int d, int m, int n, int n_slices, float epsilon, float rms_epsilon) {
+    __shared__ float scratch[32];
+    __shared__ float mixes[8], bases[8];
+    u64 token = blockIdx.x;
+    const float* streams = all_streams + token * m * d;
+    int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+    // Weights come from far: they are on their way before anything is waited for, and so is all else that can be.
+    float4 early[EARLY][MOST], weights[EARLY];
 #pragma unroll
-    for (int j = 0; j < 5; j++) pre[j] = j < m ? sigmoid(mixes[j] * mean_factor * scale_pre + base_pre[j]) + epsilon : 0.0f;
+    for (int c = 0; c < EARLY; c++) {
+        int i = 4 * (threadIdx.x + c * MERGING);
+        if (i < d) weights[c] = *(const float4*)(norm + i);
+    }
+    float scale_pre = scale[0], base_pre = base[min(warp, m - 1)];
+    await_previous();
+    // The first warps sum up the rows that weigh the streams, and the squares.
+    const float* parts = partials + (token * (n + 1) + (warp < m ? warp : n)) * n_slices;
+    float mix[2];
+#pragma unroll
+    for (int k = 0; k < 2; k++) mix[k] = warp <= m && lane + 32 * k < n_slices ? parts[lane + 32 * k] : 0.0f;
+#pragma unroll
+    for (int c = 0; c < EARLY; c++) {
+        int i = 4 * (threadIdx.x + c * MERGING);
+        if (i >= d) continue;
+#pragma unroll
+        for (int j = 0; j < MOST; j++)
+            if (j < m) early[c][j] = *(const float4*)(streams + j * d + i);
+    }
+    if (warp <= m) {
+        float sum = mix[0] + mix[1];
+#pragma unroll 1
+        for (int slice = lane + 64; slice < n_slices; slice += 32) sum += parts[slice];
+        sum = warp_sum(sum);
+        if (lane == 0) mixes[warp] = sum, bases[warp] = base_pre;
+    }
+    __syncthreads();
+    float mean_factor = inverse_rms(mixes[m], m * d, rms_epsilon);
+    float pre[MOST];
+#pragma unroll
+    for (int j = 0; j < MOST; j++) pre[j] = j < m ? sigmoid(mixes[j] * mean_factor * scale_pre + bases[j]) + epsilon : 0.0f;
     float sum = 0.0f;
     float4 merged[EARLY];
 #pragma unroll
@@ -425,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
         float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         if (i < d) {
 #pragma unroll
-            for (int j = 0; j < 5; j++)
+            for (int j = 0; j < MOST; j++)
                 if (j < m) {
                     v.x = fmaf(pre[j], early[c][j].x, v.x);
                     v.y = fmaf(pre[j], early[c][j].y, v.y);
@@ -441,14 +477,14 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
         for (int k = 0; k < 4; k++) {
             float v = 0.0f;
 #pragma unroll
-            for (int j = 0; j < 5; j++)
+            for (int j = 0; j < MOST; j++)
                 if (j < m) v = fmaf(pre[j], streams[j * d + i + k], v);
             x[token * d + i + k] = v;
             sum = fmaf(v, v, sum);
         }
     sum = warp_sum(sum);
     if (lane == 0) scratch[warp] = sum;
-    wait_for_merging();
+    __syncthreads();
     sum = 0.0f;
 #pragma unroll
     for (int w = 0; w < MERGING / 32; w++) sum += scratch[w];
@@ -463,6 +499,19 @@ extern "C" __global__ void __launch_bounds__(544, 1) hc_pre(
     }
     for (int i = 4 * (threadIdx.x + EARLY * MERGING); i < d; i += 4 * MERGING)
         for (int k = 0; k < 4; k++) normed[token * d + i + k] = x[token * d + i + k] * factor * norm[i + k];
+}
+
+// For four streams, and for up to five.
+extern "C" __global__ void __launch_bounds__(MERGING, 2) hc_pre_4(
+    const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
+    float* x, float* normed, int d, int, int n, int n_slices, float epsilon, float rms_epsilon) {
+    hc_pre<4>(all_streams, partials, scale, base, norm, x, normed, d, 4, n, n_slices, epsilon, rms_epsilon);
+}
+
+extern "C" __global__ void __launch_bounds__(MERGING, 1) hc_pre_5(
+    const float* all_streams, const float* partials, const float* scale, const float* base, const float* norm,
+    float* x, float* normed, int d, int m, int n, int n_slices, float epsilon, float rms_epsilon) {
+    hc_pre<5>(all_streams, partials, scale, base, norm, x, normed, d, m, n, n_slices, epsilon, rms_epsilon);
 }
 
 // X'[k] = post_k y + sum over j of C[j, k] X[j]; y = output, plus `second` if not null. Grid: columns by tokens.

@@ -1,15 +1,11 @@
 // The lightning indexer, (4.6): queries, scores of compressed rows, and the exact choice of the best.
 
-// (4.6.1) Rotation, then Hadamard rotation and rounding. One warp a head of a token, N values a lane.
+// (4.6.1) Rotation of a head, then Hadamard rotation and rounding, by one warp, N values a lane.
 template <int N>
-static __device__ __forceinline__ void index_finish(
-    float* queries, const float* frequencies, const int* positions, int n_tokens, int n_heads, int n_rotary,
-    int official, float hadamard_factor) {
-    u32 job = (blockIdx.x * blockDim.x + threadIdx.x) >> 5;
+static __device__ __forceinline__ void finish_index_query(
+    float* query, const float* frequencies, int position, int n_rotary, int official, float hadamard_factor) {
     int lane = threadIdx.x & 31;
-    if (job >= (u32)n_tokens * n_heads) return;
-    int position = positions[job / n_heads];
-    float v[N], *head = queries + (u64)job * 32 * N + lane * N;
+    float v[N], *head = query + lane * N;
 #pragma unroll
     for (int i = 0; i < N; i += 2) {
         float2 pair = {head[i], head[i + 1]};
@@ -23,16 +19,26 @@ static __device__ __forceinline__ void index_finish(
     for (int i = 0; i < N; i++) head[i] = v[i];
 }
 
-#define INDEX_FINISH(WIDTH, N)                                                                                          \
-    extern "C" __global__ void index_finish_##WIDTH(                                                                    \
-        float* queries, const float* frequencies, const int* positions, int n_tokens, int n_heads, int n_rotary,        \
-        int official, float hadamard_factor) {                                                                          \
+// One warp a head of a token: first those of attention if there are any, [T, n_heads, head_dim], then the indexer's,
+// [T, n_index_heads, WIDTH].
+#define FINISH_QUERIES(WIDTH, N)                                                                                        \
+    extern "C" __global__ void finish_queries_##WIDTH(                                                                  \
+        float* queries, float* index_queries, const float* frequencies, const int* positions, int n_tokens,             \
+        int n_heads, int head_dim, int n_index_heads, int n_rotary, float epsilon, int official,                        \
+        float hadamard_factor) {                                                                                        \
         await_previous();                                                                                               \
-        index_finish<N>(queries, frequencies, positions, n_tokens, n_heads, n_rotary, official, hadamard_factor);       \
+        u32 job = (blockIdx.x * blockDim.x + threadIdx.x) >> 5, n = (u32)n_tokens * n_heads;                            \
+        if (job < n) {                                                                                                  \
+            finish_query(queries + (u64)job * head_dim, frequencies, positions[job / n_heads], head_dim, n_rotary,      \
+                         epsilon);                                                                                      \
+        } else if ((job -= n) < (u32)n_tokens * n_index_heads) {                                                        \
+            finish_index_query<N>(index_queries + (u64)job * WIDTH, frequencies, positions[job / n_index_heads],        \
+                                  n_rotary, official, hadamard_factor);                                                 \
+        }                                                                                                               \
     }
-INDEX_FINISH(64, 2)
-INDEX_FINISH(128, 4)
-INDEX_FINISH(256, 8)
+FINISH_QUERIES(64, 2)
+FINISH_QUERIES(128, 4)
+FINISH_QUERIES(256, 8)
 
 // (4.6.6) score = sum over heads of weight * max(0, q . k). A block scores 32 rows, one a lane; its 8 warps share the
 // heads. Grid: rows by tokens. `skip`: tokens that see at most so many rows need no scores (-1: all do).

@@ -5,48 +5,59 @@
 
 static __device__ const u16 d_iq2_xxs[256] = {IQ2_XXS_CODEBOOK};
 
-// All experts' rows of one kind: [experts * rows, columns].
+// All experts' rows of one kind, [experts * rows, columns]: codes, then what else a format has.
 struct Weights {
-    const u8* planes;
-    u64 rows;
+    const u8* planes[3];
 };
+
+// Entry of an array of which each row has `each`.
+template <class T> static __device__ __forceinline__ const T* entry(const u8* plane, u32 row, u32 each, u32 index) {
+    return (const T*)plane + (u64)row * each + index;
+}
 
 // Input of a product in shared memory.
 struct Input {
     uint4* codes;
-    // Scale of each piece, and that scale times the sum of the piece's codes.
+    // Scale of each piece, divided by what its place shifts the weights' codes by, and scale times the sum of the piece's codes.
     float* scales;
     float* sums;
 };
 
-struct NoTable {
-    __device__ __forceinline__ NoTable(const u8*, u32) {}
-};
+struct NoTable {};
 
-// Each format: values a chunk, pieces a chunk, which 16 values of the row a piece is, and the dot product of one chunk.
-struct Iq2Xxs {
-    // Both tables hold selectors of a byte permutation, a nibble a value: which magnitude, and from which side. `copies` of
-    // each entry lie side by side, and lanes read copies of their own, so that at most two meet in a bank, or none. Behind them
-    // each lane finds a constant: the compiler would make one anew for every permutation.
+// Shared memory that a launch asks for: two words for each lane, sums of 32 rows of gate and of up, then inputs.
+extern __shared__ uint4 shared_memory[];
+#define SUMS_AT (2 * WARP * 4)
+#define INPUTS_AT (4 * WARP * 4)
+
+// Each format: values a chunk, pieces a chunk, by how many bits more codes are shifted at each further place, which 16 values of
+// the row a piece is, and the dot product of one chunk.
+
+// Of IQ2_XXS: selectors of a byte permutation, a nibble a value, of 256 codes which magnitude, then of 128 signs from which
+// side. COPIES of each entry lie side by side, and lanes read copies of their own, so that at most two meet in a bank, or none.
+template <int COPIES> static __device__ __forceinline__ u32* selector_table() {
+    __shared__ u32 words[(256 + 128) * COPIES];
+    return words;
+}
+
+template <int COPIES> struct Iq2Xxs {
     static constexpr u32 POSITIVE = 0x002b1908u, NEGATIVE = 0x00d5e7f8u;
-    static constexpr int VALUES = 64, PIECES = 4;
+    static constexpr int VALUES = 64, PIECES = 4, CODE_SHIFT = 0, SHIFT = COPIES == WARP ? 7 : 6;
     static constexpr bool SUMS = false, INTERLEAVED = false;
     struct Table {
-        u32 stride;
-        // Shared memory: the lane's copies of the first entries.
-        u32 grid;
-        u32 signs;
+        // Where in an entry the lane's copy is, and a constant: both read, since the compiler would make them anew for every use.
+        u32 own;
         u32 positive;
-        __device__ __forceinline__ Table(const u8* table, u32 copies) {
-            stride = 4 * copies;
-            grid = shared_address(table) + (threadIdx.x & (copies - 1)) * 4;
-            signs = grid + 256 * stride;
-            positive = ((volatile const u32*)(table + (256 + 128) * stride))[threadIdx.x % WARP];
+        __device__ __forceinline__ Table() {
+            own = ((volatile const u32*)shared_memory)[WARP + threadIdx.x % WARP];
+            positive = ((volatile const u32*)shared_memory)[threadIdx.x % WARP];
         }
-        __device__ __forceinline__ u32 entry(u32 first, u32 number) const {
-            u32 selectors;
-            asm("ld.shared.u32 %0, [%1];" : "=r"(selectors) : "r"(number * stride + first));
-            return selectors;
+        // By byte `k` of `entries` and seven bits of `rest`.
+        __device__ __forceinline__ u32 selectors(u32 entries, u32 rest, u32 k) const {
+            const u8* table = (const u8*)selector_table<COPIES>();
+            u32 magnitudes = *(const u32*)(table + (permute(entries, 0, 0x4440 | k) * (4 * COPIES) + own));
+            u32 signs = *(const u32*)(table + (256 << SHIFT) + (__funnelshift_l(rest, rest, SHIFT - 7 * k) & 127 << SHIFT | own));
+            return magnitudes + signs;
         }
     };
     struct Raw {
@@ -63,23 +74,23 @@ struct Iq2Xxs {
         for (int k = 0; k < 8; k++) selectors |= entry < 256 ? (codes >> (2 * k) & 3) << (4 * k) : (signs >> k & 1) << (4 * k + 2);
         return selectors;
     }
-    static __device__ __forceinline__ void fill(u8* table, u32 copies) {
-        u32* words = (u32*)table;
+    static __device__ __forceinline__ void fill() {
         // A lane works out one entry; then the warp writes all copies of one, or of two, at a time, so that no bank is met twice.
-        const u32 lane = threadIdx.x % WARP, at_once = copies == WARP ? 1 : 2, own = copies == WARP ? 0 : lane / 16;
+        const u32 lane = threadIdx.x % WARP;
         for (u32 first = threadIdx.x - lane; first < 256 + 128; first += blockDim.x) {
             const u32 mine = selectors(first + lane);
-#pragma unroll 8
-            for (u32 i = 0; i < copies; i++) {
-                u32 word = __shfl_sync(ALL_LANES, mine, i * at_once + own);
-                words[first * copies + i * WARP + lane] = word;
-            }
+            u32* words = selector_table<COPIES>() + first * COPIES + lane;
+#pragma unroll
+            for (u32 i = 0; i < COPIES; i++) words[i * WARP] = __shfl_sync(ALL_LANES, mine, (i * WARP + lane) / COPIES);
         }
-        if (threadIdx.x < WARP) words[(256 + 128) * copies + threadIdx.x] = POSITIVE;
+        if (threadIdx.x < WARP) {
+            ((u32*)shared_memory)[lane] = POSITIVE;
+            ((u32*)shared_memory)[WARP + lane] = lane % COPIES * 4;
+        }
     }
-    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
-        raw.codes = load_once((const uint4*)(w.planes + row * (columns / 4)) + chunk);
-        raw.d = load_once((const u16*)(w.planes + w.rows * (columns / 4)) + row * (columns / 256) + chunk / 4);
+    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u32 row, u32 columns, u32 chunk) {
+        raw.codes = load_once(entry<uint4>(w.planes[0], row, columns / 64, chunk));
+        raw.d = load_once(entry<u16>(w.planes[1], row, columns / 256, chunk / 4));
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales, const float*,
                                                 const Table& table, u32) {
@@ -92,8 +103,7 @@ struct Iq2Xxs {
             int dot = 0;
 #pragma unroll
             for (int k = 0; k < 4; k++) {
-                u32 entry = permute(entries, 0, 0x4440 | k), signs = rest >> (7 * k) & 127;
-                u32 selectors = table.entry(table.grid, entry) | table.entry(table.signs, signs);
+                u32 selectors = table.selectors(entries, rest, k);
                 u32 low = permute(table.positive, NEGATIVE, selectors), high = permute(table.positive, NEGATIVE, selectors >> 16);
                 dot = dot4(high, xs[2 * k + 1], dot4(low, xs[2 * k], dot));
             }
@@ -105,7 +115,7 @@ struct Iq2Xxs {
 
 struct Q2K {
     typedef NoTable Table;
-    static constexpr int VALUES = 64, PIECES = 4;
+    static constexpr int VALUES = 64, PIECES = 4, CODE_SHIFT = 2;
     static constexpr bool SUMS = true, INTERLEAVED = false;
     struct Raw {
         uint4 codes;
@@ -120,13 +130,11 @@ struct Q2K {
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) {
         return chunk / 4 * 16 + chunk / 2 % 2 * 8 + place * 2 + chunk % 2;
     }
-    static __device__ void fill(u8*, u32) {}
-    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
-        const u8* scales = w.planes + w.rows * (columns / 4);
-        const u8* dm = scales + w.rows * (columns / 16);
-        raw.codes = load_once((const uint4*)(w.planes + row * (columns / 4)) + chunk);
-        raw.scales = load_once((const u32*)(scales + row * (columns / 16)) + chunk);
-        raw.dm = load_once((const u32*)dm + row * (columns / 256) + chunk / 4);
+    static __device__ void fill() {}
+    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u32 row, u32 columns, u32 chunk) {
+        raw.codes = load_once(entry<uint4>(w.planes[0], row, columns / 64, chunk));
+        raw.scales = load_once(entry<u32>(w.planes[1], row, columns / 64, chunk));
+        raw.dm = load_once(entry<u32>(w.planes[2], row, columns / 256, chunk / 4));
     }
     static __device__ __forceinline__ float dot(const Raw& raw, const uint4* x, const float* scales,
                                                 const float* sums, NoTable, u32) {
@@ -134,14 +142,14 @@ struct Q2K {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
             uint4 xs = x[j * WARP];
-            // 4^j times the codes, exactly undone with the scale.
+            // 4^j times the codes, exactly undone by the input's scale.
             const u32 mask = 0x03030303u << (2 * j);
             int dot = dot4_unsigned(raw.codes.x & mask, xs.x, 0);
             dot = dot4_unsigned(raw.codes.y & mask, xs.y, dot);
             dot = dot4_unsigned(raw.codes.z & mask, xs.z, dot);
             dot = dot4_unsigned(raw.codes.w & mask, xs.w, dot);
             u32 s = raw.scales >> (8 * j) & 255;
-            scaled = fmaf((float)(dot * (int)(s & 15)), scales[j * WARP] * (1.0f / (1 << (2 * j))), scaled);
+            scaled = fmaf((float)(dot * (int)(s & 15)), scales[j * WARP], scaled);
             minima = fmaf((float)(s >> 4), sums[j * WARP], minima);
         }
         return half_to_float((u16)raw.dm) * scaled - half_to_float((u16)(raw.dm >> 16)) * minima;
@@ -150,7 +158,7 @@ struct Q2K {
 
 struct Q4K {
     typedef NoTable Table;
-    static constexpr int VALUES = 32, PIECES = 2;
+    static constexpr int VALUES = 32, PIECES = 2, CODE_SHIFT = 4;
     static constexpr bool SUMS = true, INTERLEAVED = false;
     struct Raw {
         uint4 codes;
@@ -165,10 +173,10 @@ struct Q4K {
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) {
         return chunk / 8 * 16 + chunk / 2 % 4 * 4 + place * 2 + chunk % 2;
     }
-    static __device__ void fill(u8*, u32) {}
-    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
-        raw.codes = load_once((const uint4*)(w.planes + row * (columns / 2)) + chunk);
-        raw.head = load_once((const uint4*)(w.planes + w.rows * (columns / 2)) + row * (columns / 256) + chunk / 8);
+    static __device__ void fill() {}
+    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u32 row, u32 columns, u32 chunk) {
+        raw.codes = load_once(entry<uint4>(w.planes[0], row, columns / 32, chunk));
+        raw.head = load_once(entry<uint4>(w.planes[1], row, columns / 256, chunk / 8));
     }
     // Scales of pairs 2q and 2q + 1 in the low two bytes, minima in the high two.
     static __device__ __forceinline__ u32 pairs(const uint4& head, u32 q) {
@@ -185,13 +193,13 @@ struct Q4K {
 #pragma unroll
         for (int j = 0; j < 2; j++) {
             uint4 xs = x[j * WARP];
-            // 16^j times the codes, exactly undone with the scale.
+            // 16^j times the codes, exactly undone by the input's scale.
             const u32 mask = 0x0f0f0f0fu << (4 * j);
             int dot = dot4_unsigned(raw.codes.x & mask, xs.x, 0);
             dot = dot4_unsigned(raw.codes.y & mask, xs.y, dot);
             dot = dot4_unsigned(raw.codes.z & mask, xs.z, dot);
             dot = dot4_unsigned(raw.codes.w & mask, xs.w, dot);
-            scaled = fmaf((float)(dot * (int)(pair >> (8 * j) & 63)), scales[j * WARP] * (1.0f / (1 << (4 * j))), scaled);
+            scaled = fmaf((float)(dot * (int)(pair >> (8 * j) & 63)), scales[j * WARP], scaled);
             minima = fmaf((float)(pair >> (16 + 8 * j) & 63), sums[j * WARP], minima);
         }
         return half_to_float((u16)raw.head.x) * scaled - half_to_float((u16)(raw.head.x >> 16)) * minima;
@@ -200,7 +208,7 @@ struct Q4K {
 
 struct Mxfp4 {
     typedef NoTable Table;
-    static constexpr int VALUES = 32, PIECES = 2;
+    static constexpr int VALUES = 32, PIECES = 2, CODE_SHIFT = 0;
     // Values of a block in the order 0, 16, 1, 17, ..: that of the nibbles.
     static constexpr bool SUMS = false, INTERLEAVED = true;
     struct Raw {
@@ -210,10 +218,10 @@ struct Mxfp4 {
     static __device__ __forceinline__ u32 chunk(u32 piece) { return piece / 2; }
     static __device__ __forceinline__ u32 place(u32 piece) { return piece % 2; }
     static __device__ __forceinline__ u32 piece(u32 chunk, u32 place) { return chunk * 2 + place; }
-    static __device__ void fill(u8*, u32) {}
-    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u64 row, u32 columns, u32 chunk) {
-        raw.codes = load_once((const uint4*)(w.planes + row * (columns / 2)) + chunk);
-        raw.exponent = load_once(w.planes + w.rows * (columns / 2) + row * (columns / 32) + chunk);
+    static __device__ void fill() {}
+    static __device__ __forceinline__ void load(Raw& raw, const Weights& w, u32 row, u32 columns, u32 chunk) {
+        raw.codes = load_once(entry<uint4>(w.planes[0], row, columns / 32, chunk));
+        raw.exponent = load_once(entry<u8>(w.planes[1], row, columns / 32, chunk));
     }
     // Twice the values of four codes in the low nibbles.
     static __device__ __forceinline__ u32 values(u32 codes) {
@@ -259,9 +267,13 @@ template <class F> static __device__ __forceinline__ void put(uint4* codes, u32 
     }
 }
 
-// Where the parts of an input of `columns` values lie, and behind which byte they end. Chunks come in full warps.
-template <class F> static __device__ __forceinline__ Input input_at(u8*& memory, u32 columns) {
-    u32 pieces = (columns / F::VALUES + WARP - 1) / WARP * WARP * F::PIECES;
+// Pieces that an input of `columns` values has room for: chunks come in full groups.
+template <class F> static __device__ __forceinline__ u32 room_for(u32 columns, u32 group) {
+    return (columns / F::VALUES + group - 1) / group * group * F::PIECES;
+}
+
+// Where the parts of an input lie, and behind which byte they end.
+template <class F> static __device__ __forceinline__ Input input_at(u8*& memory, u32 pieces) {
     Input x;
     x.codes = (uint4*)memory;
     x.scales = (float*)(memory + pieces * 16);
@@ -270,8 +282,21 @@ template <class F> static __device__ __forceinline__ Input input_at(u8*& memory,
     return x;
 }
 
+template <class F> static __device__ __forceinline__ void put_scale(const Input& x, u32 piece, float scale, int sum) {
+    const u32 at = place_of<F>(piece);
+    x.scales[at] = scale * (1.0f / (1 << F::CODE_SHIFT * F::place(piece)));
+    if (F::SUMS) x.sums[at] = scale * (float)sum;
+}
+
+// Chunks that fill up a group multiply by nothing.
+template <class F> static __device__ __forceinline__ void clear(u8* inputs, u32 bytes, u32 columns, u32 pieces) {
+    if (pieces == columns / 16) return;
+    for (u32 i = threadIdx.x; i < bytes / 4; i += blockDim.x) ((u32*)inputs)[i] = 0;
+    __syncthreads();
+}
+
 // scale = most / 127, and 1 / scale: an approximation and one correction with the exact remainder round as divisions
-// do. Where all values are below 1e-35, they become zeros.
+// do. Where all values are below 1e-35, they become zeros; what is not finite makes a scale that is not.
 static __device__ __forceinline__ float scale_and_inverse(float most, float* scale) {
     const float part = 1.0f / 127.0f;
     float quotient = most * part, inverse;
@@ -284,22 +309,24 @@ static __device__ __forceinline__ float scale_and_inverse(float most, float* sca
 
 // Rounds 32 values that a warp's lanes have, one each: the code, and the scale on every lane.
 static __device__ __forceinline__ int round_to_8_bits(float value, float* scale) {
-    float most = fabsf(value);
+    u32 most = magnitude(value);
 #pragma unroll
-    for (int distance = 16; distance; distance >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, distance));
-    float inverse = scale_and_inverse(most, scale);
+    for (int distance = 16; distance; distance >>= 1) most = max(most, __shfl_xor_sync(ALL_LANES, most, distance));
+    float inverse = scale_and_inverse(__uint_as_float(most), scale);
     return __float2int_rn(value * inverse);
 }
 
 // Four values of 32 that eight lanes have: their codes, and the scale on every lane. The same as above.
 static __device__ __forceinline__ u32 round_four_to_8_bits(float4 v, float* scale) {
-    float most = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+    u32 most = max(max(magnitude(v.x), magnitude(v.y)), max(magnitude(v.z), magnitude(v.w)));
 #pragma unroll
-    for (int distance = 4; distance; distance >>= 1) most = fmaxf(most, __shfl_xor_sync(ALL_LANES, most, distance));
-    float inverse = scale_and_inverse(most, scale);
-    u32 x = __float2int_rn(v.x * inverse) & 255, y = __float2int_rn(v.y * inverse) & 255;
-    u32 z = __float2int_rn(v.z * inverse) & 255, w = __float2int_rn(v.w * inverse) & 255;
-    return x | y << 8 | z << 16 | w << 24;
+    for (int distance = 4; distance; distance >>= 1) most = max(most, __shfl_xor_sync(ALL_LANES, most, distance));
+    float inverse = scale_and_inverse(__uint_as_float(most), scale);
+    // Behind this sum the lowest byte is the nearest integer.
+    const float shift = 12582912.0f;
+    u32 x = __float_as_uint(__fadd_rn(__fmul_rn(v.x, inverse), shift)), y = __float_as_uint(__fadd_rn(__fmul_rn(v.y, inverse), shift));
+    u32 z = __float_as_uint(__fadd_rn(__fmul_rn(v.z, inverse), shift)), w = __float_as_uint(__fadd_rn(__fmul_rn(v.w, inverse), shift));
+    return permute(permute(x, y, 0x0040), permute(z, w, 0x0040), 0x5410);
 }
 
 // Rounds a row of inputs into shared memory.
@@ -310,27 +337,19 @@ static __device__ __forceinline__ void put_input(const Input& x, const float* va
     for (u32 base = threadIdx.x; base < columns / 4; base += ROUNDS * blockDim.x) {
         float4 loaded[ROUNDS];
 #pragma unroll
-        for (u32 i = 0; i < ROUNDS; i++) {
-            u32 quad = base + i * blockDim.x;
-            if (quad < columns / 4) loaded[i] = ((const float4*)values)[quad];
-        }
+        for (u32 i = 0; i < ROUNDS; i++) loaded[i] = ((const float4*)values)[min(base + i * blockDim.x, columns / 4 - 1)];
 #pragma unroll
         for (u32 i = 0; i < ROUNDS; i++) {
-            u32 quad = base + i * blockDim.x;
+            const u32 quad = base + i * blockDim.x;
+            float scale;
+            u32 word = round_four_to_8_bits(loaded[i], &scale);
+            int sum = dot4(word, 0x01010101u, 0);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 1);
+            sum += __shfl_xor_sync(ALL_LANES, sum, 2);
             // The same on all lanes of a warp, for columns are a multiple of 256.
-            if (quad < columns / 4) {
-                float scale;
-                u32 word = round_four_to_8_bits(loaded[i], &scale);
-                put<F>(x.codes, quad * 4, word);
-                int sum = dot4(word, 0x01010101u, 0);
-                sum += __shfl_xor_sync(ALL_LANES, sum, 1);
-                sum += __shfl_xor_sync(ALL_LANES, sum, 2);
-                if (quad % 4 == 0) {
-                    u32 at = place_of<F>(quad / 4);
-                    x.scales[at] = scale;
-                    if (F::SUMS) x.sums[at] = scale * (float)sum;
-                }
-            }
+            if (quad >= columns / 4) break;
+            put<F>(x.codes, quad * 4, word);
+            if (quad % 4 == 0) put_scale<F>(x, quad / 4, scale, sum);
         }
     }
 }
@@ -341,70 +360,61 @@ static __device__ __forceinline__ void put_input(const Input& x, const float* va
 template <class F, int C>
 static __device__ __forceinline__ void gate_up(const Weights& gate, const Weights& up, const u32* experts, const float* weights,
                                                const float* input, u32 n_used, u32 columns, u32 rows, float limit,
-                                               i8* codes, float* scales, float* plain, u32 copies) {
-    extern __shared__ uint4 shared_memory[];
-    __shared__ float mids[32];
-    u8* memory = (u8*)shared_memory;
-    Input x = input_at<F>(memory, columns);
-    u8* table_memory = memory;
-
+                                               i8* codes, float* scales, float* plain) {
+    float* row_sums = (float*)((u8*)shared_memory + SUMS_AT);
+    u8* const inputs = (u8*)shared_memory + INPUTS_AT;
+    u8* memory = inputs;
+    const u32 pieces = room_for<F>(columns, C * WARP);
+    const Input x = input_at<F>(memory, pieces);
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = blockIdx.z, item = token * n_used + blockIdx.y;
     const u32 chunks = columns / F::VALUES, steps = (chunks + C * WARP - 1) / (C * WARP);
-    F::fill(table_memory, copies);
+    F::fill();
     await_previous();
-    const u64 row = (u64)experts[item] * rows + blockIdx.x * 32 + warp * 4;
+    const u32 row = experts[item] * rows + blockIdx.x * 32 + warp * 4;
     typename F::Raw now[2][C], next[2][C];
     auto load = [&](typename F::Raw(&raw)[2][C], u32 r, u32 step) {
 #pragma unroll
         for (int c = 0; c < C; c++) {
-            // Lanes without a chunk load one that exists and drop the result.
+            // Lanes without a chunk load one that exists.
             u32 chunk = min((step * C + c) * WARP + lane, chunks - 1);
             F::load(raw[0][c], gate, row + r, columns, chunk);
             F::load(raw[1][c], up, row + r, columns, chunk);
         }
     };
     load(now, 0, 0);
+    clear<F>(inputs, memory - inputs, columns, pieces);
     put_input<F>(x, input + (u64)token * columns, columns);
     __syncthreads();
-    const typename F::Table table(table_memory, copies);
+    const typename F::Table table;
 
-    u32 r = 0, step = 0;
     float sums[2] = {0.0f, 0.0f};
+    u32 r = 0, step = 0;
+    // Multiplies what is loaded, loads what follows.
+    auto go_on = [&](const typename F::Raw(&loaded)[2][C], typename F::Raw(&ahead)[2][C]) {
+        const u32 this_row = r, this_step = step;
+        if (++step == steps) step = 0, r++;
+        if (r < 4) load(ahead, r, step);
+#pragma unroll
+        for (int c = 0; c < C; c++) {
+            const u32 first = (this_step * C + c) * WARP, at = first * F::PIECES + lane;
+#pragma unroll
+            for (int m = 0; m < 2; m++)
+                sums[m] += F::dot(loaded[m][c], x.codes + at, x.scales + at, x.sums + at, table, first + lane);
+        }
+        if (step != 0) return;
+        // Lane 0 gets the sum of gate, lane 16 that of up.
+        sums_of_warp(sums);
+        if (lane % 16 == 0) row_sums[lane * 2 + warp * 4 + this_row] = sums[0];
+        sums[0] = sums[1] = 0.0f;
+    };
+    // Four rows: an even number of steps.
     while (r < 4) {
-        bool last = step + 1 == steps;
-        if (!last) {
-            load(next, r, step + 1);
-        } else if (r < 3) {
-            load(next, r + 1, 0);
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            u32 chunk = (step * C + c) * WARP + lane, at = (step * C + c) * F::PIECES * WARP + lane;
-            bool inside = chunk < chunks;
-            if (!inside) at = lane;
-#pragma unroll
-            for (int m = 0; m < 2; m++) {
-                float dot = F::dot(now[m][c], x.codes + at, x.scales + at, x.sums + at, table, chunk);
-                sums[m] += inside ? dot : 0.0f;
-            }
-        }
-        step++;
-        if (last) {
-            float g = warp_sum(sums[0]), u = warp_sum(sums[1]);
-            if (lane == 0) mids[warp * 4 + r] = swiglu(g, u, limit);
-            sums[0] = sums[1] = 0.0f;
-            step = 0;
-            r++;
-        }
-#pragma unroll
-        for (int c = 0; c < C; c++) {
-            now[0][c] = next[0][c];
-            now[1][c] = next[1][c];
-        }
+        go_on(now, next);
+        go_on(next, now);
     }
     __syncthreads();
     if (warp == 0) {
-        float mid = mids[lane], scale;
+        float mid = swiglu(row_sums[lane], row_sums[WARP + lane], limit), scale;
         u64 at = (u64)item * rows + blockIdx.x * 32 + lane;
         if (plain) plain[at] = mid;
         codes[at] = (i8)round_to_8_bits(mid * weights[item], &scale);
@@ -412,101 +422,95 @@ static __device__ __forceinline__ void gate_up(const Weights& gate, const Weight
     }
 }
 
-// Which chunks of which row a warp of `down` is at: all slots of a row, then the next row.
-struct Walk {
-    u32 row;
-    u32 slot;
-    u32 step;
+// Chunks of a row that a warp takes together: those of one slot's expert, a lane a chunk.
+struct Stretch {
+    // The expert's first row among all, the first chunk, and where the input's codes and scales for it are.
+    u32 first_row;
+    u32 first_chunk;
+    u32 codes;
+    u32 scales;
 };
 
 // out[token, row] = sum over slots, in their order, of down(expert of the slot)[row, .] . mid[token, slot, .].
 // Grid: (row blocks, tokens), 16 warps; a warp has one row at a time, and loads N chunks a lane while it uses as many.
 template <class F, int N>
 static __device__ __forceinline__ void down(const Weights& matrix, const u32* experts, const i8* codes,
-                                            const float* scales, u32 n_used, u32 columns, u32 rows, float* out,
-                                            u32 copies) {
-    extern __shared__ uint4 shared_memory[];
-    u8* memory = (u8*)shared_memory;
+                                            const float* scales, u32 n_used, u32 columns, u32 rows, float* out) {
+    u8* const inputs = (u8*)shared_memory + INPUTS_AT;
+    u8* memory = inputs;
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, token = blockIdx.y;
     const u32 chunks = columns / F::VALUES, steps = (chunks + WARP - 1) / WARP, row_step = gridDim.x * 16;
-    const u32* chosen = experts + (u64)token * n_used;
-    const Input first = input_at<F>(memory, columns);
-    const u32 bytes = memory - (u8*)shared_memory;
-    auto input = [&](u32 slot) {
-        u32 skip = slot * bytes;
-        Input x = {(uint4*)((u8*)first.codes + skip), (float*)((u8*)first.scales + skip),
-                   (float*)((u8*)first.sums + skip)};
-        return x;
-    };
-    auto advance = [&](Walk& walk) {
-        if (++walk.step == steps) {
-            walk.step = 0;
-            if (++walk.slot == n_used) {
-                walk.slot = 0;
-                walk.row += row_step;
-            }
-        }
-    };
-    u8* table_memory = (u8*)shared_memory + n_used * bytes;
-    F::fill(table_memory, copies);
+    const u32 room = room_for<F>(columns, WARP);
+    const Input first = input_at<F>(memory, room);
+    // All inputs have the same size; behind them lie the stretches of a row, all slots one after the other.
+    const u32 bytes = memory - inputs, stretches = n_used * steps;
+    Stretch* const plan = (Stretch*)(inputs + n_used * bytes);
+    F::fill();
     await_previous();
-    Walk ahead = {warp * gridDim.x + blockIdx.x, 0, 0}, here = ahead;
+    for (u32 i = threadIdx.x; i < stretches; i += blockDim.x) {
+        u32 slot = i / steps, step = i % steps;
+        plan[i].first_row = experts[(u64)token * n_used + slot] * rows;
+        plan[i].first_chunk = step * WARP;
+        plan[i].codes = slot * bytes + step * F::PIECES * WARP * 16;
+        plan[i].scales = slot * bytes + step * F::PIECES * WARP * 4;
+    }
+    __syncthreads();
+    u32 ahead_row = warp * gridDim.x + blockIdx.x, ahead = 0, row = ahead_row, here = 0;
     typename F::Raw now[N], next[N];
     auto load = [&](typename F::Raw(&raw)[N]) {
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (ahead.row < rows) {
-                u64 row = (u64)chosen[ahead.slot] * rows + ahead.row;
-                F::load(raw[i], matrix, row, columns, min(ahead.step * WARP + lane, chunks - 1));
-            }
-            advance(ahead);
+            // Behind the last row the last one is loaded again.
+            const Stretch s = plan[ahead];
+            F::load(raw[i], matrix, s.first_row + min(ahead_row, rows - 1), columns, min(s.first_chunk + lane, chunks - 1));
+            if (++ahead == stretches) ahead = 0, ahead_row += row_step;
         }
     };
     load(now);
 
+    clear<F>(inputs, n_used * bytes, columns, room);
     const u32 pieces = columns / 16;
     for (u32 i = threadIdx.x; i < n_used * pieces; i += blockDim.x) {
         uint4 v = ((const uint4*)(codes + (u64)token * n_used * columns))[i];
         float scale = scales[(u64)token * n_used * (columns / 32) + i / 2];
-        u32 piece = i % pieces, at = place_of<F>(piece);
-        Input x = input(i / pieces);
+        const u32 piece = i % pieces, skip = i / pieces * bytes;
+        const Input x = {(uint4*)((u8*)first.codes + skip), (float*)((u8*)first.scales + skip),
+                         (float*)((u8*)first.sums + skip)};
         if (F::INTERLEAVED) {
             put<F>(x.codes, piece * 16, v.x);
             put<F>(x.codes, piece * 16 + 4, v.y);
             put<F>(x.codes, piece * 16 + 8, v.z);
             put<F>(x.codes, piece * 16 + 12, v.w);
         } else {
-            x.codes[at] = v;
+            x.codes[place_of<F>(piece)] = v;
         }
-        x.scales[at] = scale;
-        if (F::SUMS) {
-            int sum = dot4(v.x, 0x01010101u, dot4(v.y, 0x01010101u, dot4(v.z, 0x01010101u, dot4(v.w, 0x01010101u, 0))));
-            x.sums[at] = scale * (float)sum;
-        }
+        int sum = dot4(v.x, 0x01010101u, dot4(v.y, 0x01010101u, dot4(v.z, 0x01010101u, dot4(v.w, 0x01010101u, 0))));
+        put_scale<F>(x, piece, scale, sum);
     }
     __syncthreads();
-    const typename F::Table table(table_memory, copies);
+    const typename F::Table table;
 
     float sum = 0.0f;
-    while (here.row < rows) {
-        load(next);
+    auto go_on = [&](const typename F::Raw(&loaded)[N], typename F::Raw(&others)[N]) {
+        load(others);
 #pragma unroll
         for (int i = 0; i < N; i++) {
-            if (here.row < rows) {
-                u32 chunk = here.step * WARP + lane, row = here.row;
-                Input x = input(here.slot);
-                u32 at = chunk < chunks ? here.step * F::PIECES * WARP + lane : lane;
-                float dot = F::dot(now[i], x.codes + at, x.scales + at, x.sums + at, table, chunk);
-                sum += chunk < chunks ? dot : 0.0f;
-                advance(here);
-                if (here.row != row) {
-                    sum = warp_sum(sum);
-                    if (lane == 0) out[(u64)token * rows + row] = sum;
-                    sum = 0.0f;
-                }
+            if (row >= rows) return;
+            const Stretch s = plan[here];
+            const uint4* x = (const uint4*)((u8*)first.codes + s.codes) + lane;
+            const float* x_scales = (const float*)((u8*)first.scales + s.scales) + lane;
+            const float* x_sums = (const float*)((u8*)first.sums + s.scales) + lane;
+            sum += F::dot(loaded[i], x, x_scales, x_sums, table, s.first_chunk + lane);
+            if (++here == stretches) {
+                sum = warp_sum(sum);
+                if (lane == 0) out[(u64)token * rows + row] = sum;
+                sum = 0.0f, here = 0, row += row_step;
             }
-            now[i] = next[i];
         }
+    };
+    while (row < rows) {
+        go_on(now, next);
+        go_on(next, now);
     }
 }
 
@@ -514,16 +518,18 @@ static __device__ __forceinline__ void down(const Weights& matrix, const u32* ex
     extern "C" __global__ void __launch_bounds__(256, 3) gate_up_##NAME(                                                \
         const __grid_constant__ Weights gate, const __grid_constant__ Weights up, const u32* experts,                   \
         const float* weights, const float* input, u32 n_used, u32 columns, u32 rows, float limit, i8* codes,            \
-        float* scales, float* plain, u32 copies) {                                                                      \
-        gate_up<F, C>(gate, up, experts, weights, input, n_used, columns, rows, limit, codes, scales, plain, copies);   \
+        float* scales, float* plain) {                                                                                  \
+        gate_up<F, C>(gate, up, experts, weights, input, n_used, columns, rows, limit, codes, scales, plain);           \
     }                                                                                                                   \
     extern "C" __global__ void __launch_bounds__(512, 2) down_##NAME(                                                   \
         const __grid_constant__ Weights matrix, const u32* experts, const i8* codes, const float* scales, u32 n_used,   \
-        u32 columns, u32 rows, float* out, u32 copies) {                                                                \
-        down<F, N>(matrix, experts, codes, scales, n_used, columns, rows, out, copies);                                 \
+        u32 columns, u32 rows, float* out) {                                                                            \
+        down<F, N>(matrix, experts, codes, scales, n_used, columns, rows, out);                                         \
     }
 
-EXPERTS(IQ2_XXS, Iq2Xxs, 2, 3)
+// As many copies of a table's entries as lanes where a multiprocessor has room for them, else half as many.
+EXPERTS(IQ2_XXS_32, Iq2Xxs<32>, 2, 3)
+EXPERTS(IQ2_XXS_16, Iq2Xxs<16>, 2, 3)
 EXPERTS(Q2_K, Q2K, 1, 3)
 EXPERTS(Q4_K, Q4K, 1, 2)
 EXPERTS(MXFP4, Mxfp4, 2, 3)

@@ -11,13 +11,26 @@ use super::Matrix;
 /// Matrices of one launch, at most.
 pub(super) const MOST_PARTS: usize = 8;
 
-/// Threads of a block of `products_*`, and blocks that a multiprocessor has at once.
+/// Threads of a block for one input, of which a multiprocessor has one, and for several, of which it has two.
+const THREADS_OF_ONE: u32 = 512;
 const THREADS: u32 = 256;
-const WARPS: usize = 8;
+/// Warps of a multiprocessor.
+const WARPS: usize = 16;
 
-/// Shared memory that the inputs of one launch may take; fits three blocks on a multiprocessor of the smallest chip for
-/// the widest hidden size.
+/// Shared memory that the inputs of one launch may take, and that of one input, which leaves room for the ring of the smallest
+/// step on the smallest chip.
 const INPUT_BYTES: usize = 96 << 10;
+const ONE_INPUT_BYTES: usize = 56 << 10;
+
+/// Values of an input are filled up to this many.
+const CHUNK: usize = 512;
+/// Rows that a warp has at once, and steps that are on their way for it or used.
+const STEPS: [(usize, usize); 3] = [(4, 3), (2, 5), (1, 4)];
+
+/// Shared memory of the rings of a block: codes of 16 bytes and scales of 4 for each lane, row and step.
+fn ring_bytes((rows, steps): (usize, usize)) -> usize {
+    rows * steps * (16 + 4) * THREADS_OF_ONE as usize
+}
 
 /// A matrix of a launch, as the kernel declares it.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
@@ -35,12 +48,50 @@ struct Part {
 struct Parts {
     part: [Part; MOST_PARTS],
     n: u32,
-    unused: u32,
+    forms: u32,
 }
 
-/// Shared memory of one input.
-fn input_bytes(columns: usize) -> usize {
-    columns.next_multiple_of(32) * size_of::<f32>()
+/// Forms of an input that matrices need, as in the kernels.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Forms(u32);
+
+impl Forms {
+    const PLAIN: u32 = 1;
+    const DIGITS: u32 = 2;
+
+    fn of<'a>(matrices: impl IntoIterator<Item = &'a Matrix>) -> Self {
+        let form = |matrix: &Matrix| if matrix.planes.is_some() { Self::DIGITS } else { Self::PLAIN };
+        Self(matrices.into_iter().map(form).fold(0, |all, form| all | form))
+    }
+
+    /// Shared memory of one input.
+    fn bytes(self, columns: usize) -> usize {
+        let columns = columns.next_multiple_of(CHUNK);
+        let plain = if self.0 & Self::PLAIN != 0 { columns * size_of::<f32>() } else { 0 };
+        // Three bytes a value, and a scale for 16.
+        let digits = if self.0 & Self::DIGITS != 0 { columns / 16 * (3 * 16 + size_of::<f32>()) } else { 0 };
+        plain + digits
+    }
+}
+
+/// Columns of an input that the kernels can norm.
+const NORMED_COLUMNS: usize = 2048;
+
+/// A norm with weights that the input goes through first, (3.1).
+#[derive(Clone, Copy)]
+pub(in super::super) struct Norm<'a> {
+    /// One for each column.
+    pub(in super::super) weights: View<'a, f32>,
+    pub(in super::super) epsilon: f32,
+}
+
+/// That, as the kernel declares it.
+#[derive(Debug, Clone, Copy, Pod, Zeroable)]
+#[repr(C)]
+struct NormArgument {
+    weights: u64,
+    epsilon: f32,
+    unused: u32,
 }
 
 /// Whether the kernels know this matrix.
@@ -51,7 +102,21 @@ pub(super) fn fits(matrix: &Matrix) -> bool {
         BlockType::F16 => columns > 0 && columns.is_multiple_of(8),
         _ => false,
     };
-    aligned && input_bytes(columns) <= INPUT_BYTES
+    aligned && Forms::of([matrix]).bytes(columns) <= ONE_INPUT_BYTES
+}
+
+/// Whether one launch can take them all.
+pub(super) fn fit_together(matrices: &[&Matrix]) -> bool {
+    let columns = matrices.first().map_or(0, |matrix| matrix.columns());
+    (1..=MOST_PARTS).contains(&matrices.len())
+        && matrices.iter().all(|matrix| fits(matrix))
+        && Forms::of(matrices.iter().copied()).bytes(columns) <= ONE_INPUT_BYTES
+}
+
+/// Whether one launch for all of them can norm their input.
+pub(super) fn takes_norm(matrices: &[&Matrix]) -> bool {
+    let columns = matrices.first().map_or(0, |matrix| matrix.columns());
+    columns <= NORMED_COLUMNS && columns.is_multiple_of(4) && fit_together(matrices)
 }
 
 /// How many of the kernels' inputs a launch takes for `left` tokens, if there is room for `most`.
@@ -70,21 +135,34 @@ pub(super) fn products(
     let columns = matrices[0].0.columns();
     let stride = groups * columns;
     // As many inputs at once as there is a kernel for and shared memory.
-    let most = [8, 4, 2, 1].into_iter().find(|n| n * input_bytes(columns) <= INPUT_BYTES).unwrap_or(1);
+    let bytes = Forms::of(matrices.iter().map(|(matrix, _)| *matrix)).bytes(columns);
+    let most = [8, 4, 2, 1].into_iter().find(|n| n * bytes <= INPUT_BYTES).unwrap_or(1);
     let mut first = 0;
     while first < tokens {
         let width = width(tokens - first, most);
         let n = width.min(tokens - first);
         let input = input.slice(first * stride..(first + n) * stride);
-        launch(gpu, input, n, width, groups, first, matrices)?;
+        launch(gpu, input, None, n, width, groups, first, matrices)?;
         first += n;
     }
     Ok(())
 }
 
+/// Products with one token's input behind its norm, where [`takes_norm`].
+pub(super) fn normed_products(
+    gpu: &Gpu,
+    input: View<'_, f32>,
+    norm: Norm<'_>,
+    matrices: &[(&Matrix, u64)],
+) -> Result<(), CudaError> {
+    launch(gpu, input, Some(norm), 1, 1, 1, 0, matrices)
+}
+
+#[expect(clippy::too_many_arguments, reason = "what a launch needs")]
 fn launch(
     gpu: &Gpu,
     input: View<'_, f32>,
+    norm: Option<Norm<'_>>,
     tokens: usize,
     width: usize,
     groups: usize,
@@ -92,14 +170,16 @@ fn launch(
     matrices: &[(&Matrix, u64)],
 ) -> Result<(), CudaError> {
     let columns = matrices[0].0.columns();
-    let multiprocessors = gpu.device.facts().n_multiprocessors as usize;
+    let facts = gpu.device.facts();
+    let multiprocessors = facts.n_multiprocessors as usize;
     let rows: usize = matrices.iter().map(|(matrix, _)| matrix.rows() / groups).sum();
-    let row_bytes = matrices.iter().map(|(matrix, _)| matrix.row_bytes).min().unwrap_or(0);
-    let (per_warp, blocks_each) = match width {
-        1 => rows_per_warp(rows * groups, multiprocessors, row_bytes),
-        _ => (2, 2),
+    let forms = Forms::of(matrices.iter().map(|(matrix, _)| *matrix));
+    let inputs = width * forms.bytes(columns);
+    let (per_warp, shared) = match width {
+        1 => rows_of_one(rows * groups, multiprocessors, inputs, facts.shared_bytes as usize),
+        _ => (2, inputs),
     };
-    let mut parts = Parts { n: matrices.len() as u32, ..Zeroable::zeroed() };
+    let mut parts = Parts { n: matrices.len() as u32, forms: forms.0, ..Zeroable::zeroed() };
     let mut end = 0;
     for (part, (matrix, out)) in parts.part.iter_mut().zip(matrices) {
         end += (matrix.rows() / groups).div_ceil(per_warp);
@@ -110,31 +190,40 @@ fn launch(
         let out = out + (first_token * matrix.rows() * size_of::<f32>()) as u64;
         *part = Part { weights, scales, out, rows: matrix.rows() as u32, end: end as u32 };
     }
-    let most_blocks = (multiprocessors * blocks_each / groups).max(1);
-    let blocks = end.div_ceil(WARPS).max(multiprocessors.min(end)).min(most_blocks);
-    let arguments = Arguments::new()
-        .structure(&parts)
-        .read(input)
-        .long((groups * columns) as u64)
-        .int(columns)
-        .int(matrices[0].0.rows() / groups)
-        .int(tokens);
-    let shape = Launch::new(blocks, THREADS).by(groups).shared((width * input_bytes(columns)) as u32);
+    let threads = if width == 1 { THREADS_OF_ONE } else { THREADS };
+    let warps = threads as usize / 32;
+    let most_blocks = (multiprocessors * WARPS / warps / groups).max(1);
+    let blocks = end.div_ceil(warps).max(multiprocessors.min(end)).min(most_blocks);
+    let arguments = Arguments::new().structure(&parts).read(input);
+    let arguments = if width == 1 {
+        let none = NormArgument::zeroed();
+        let norm = norm.map_or(none, |norm| NormArgument {
+            weights: norm.weights.address(),
+            epsilon: norm.epsilon,
+            unused: 0,
+        });
+        arguments.structure(&norm)
+    } else {
+        arguments.long((groups * columns) as u64)
+    };
+    let arguments = arguments.int(columns).int(matrices[0].0.rows() / groups);
+    let arguments = if width == 1 { arguments } else { arguments.int(tokens) };
+    let shape = Launch::new(blocks, threads).by(groups).shared(shared as u32);
     gpu.launch("matrix_decode", &format!("products_{width}_{per_warp}"), shape, arguments)
 }
 
-/// Rows that a warp has at once, and blocks that a multiprocessor has: what leaves the fewest warps without work in the
-/// last round. One row a warp leaves registers for three blocks; of short rows four are loaded at once.
-fn rows_per_warp(rows: usize, multiprocessors: usize, row_bytes: usize) -> (usize, usize) {
-    let many = if row_bytes <= 2048 { 4 } else { 2 };
-    [(many, 2), (1, 3)]
-        .into_iter()
-        .min_by_key(|&(per_warp, blocks)| {
-            let warps = multiprocessors * blocks * WARPS;
-            // Rows that a multiprocessor has time for until all are done.
-            rows.div_ceil(per_warp).div_ceil(warps) * per_warp * blocks
-        })
-        .unwrap_or((1, 3))
+/// Rows that a warp has at once, and shared memory for it: what leaves the fewest warps without work in the last round; most
+/// rows at once, for they share the input, where that is the same.
+fn rows_of_one(
+    rows: usize,
+    multiprocessors: usize,
+    input_bytes: usize,
+    most_shared: usize,
+) -> (usize, usize) {
+    let shared = |step: (usize, usize)| (step.0, input_bytes + ring_bytes(step));
+    let rounds = |per_warp: usize| rows.div_ceil(per_warp).div_ceil(multiprocessors * WARPS) * per_warp;
+    let fitting = STEPS.into_iter().map(shared).filter(|&(_, bytes)| bytes <= most_shared);
+    fitting.min_by_key(|&(per_warp, _)| rounds(per_warp)).unwrap_or_else(|| shared(STEPS[2]))
 }
 
 /// One launch for one matrix.
@@ -147,4 +236,39 @@ pub(super) fn one(
     output: &ViewMut<'_, f32>,
 ) -> Result<(), CudaError> {
     products(gpu, input, tokens, groups, &[(matrix, output.address())])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Shared memory that a block of an H200, or of an RTX 5080 or GB10, may have.
+    const LARGE: usize = 227 << 10;
+    const SMALL: usize = 99 << 10;
+
+    #[test]
+    fn warps_take_the_rows_that_leave_fewest_of_them_idle() {
+        let rows = |rows, multiprocessors| rows_of_one(rows, multiprocessors, 16 << 10, LARGE).0;
+        // As many warps as pairs of rows; a row a warp would need two rounds.
+        assert_eq!(rows(4096, 132), 2);
+        // Rounds of four end no later than others.
+        assert_eq!(rows(32_768, 132), 4);
+        assert_eq!(rows(256, 132), 1);
+        assert_eq!(rows(129_280, 132), 2);
+    }
+
+    #[test]
+    fn every_input_that_fits_has_a_ring_that_fits_beside_it() {
+        for forms in [Forms(Forms::PLAIN), Forms(Forms::DIGITS), Forms(Forms::PLAIN | Forms::DIGITS)] {
+            for columns in (256..=32_768).step_by(256).filter(|&n| forms.bytes(n) <= ONE_INPUT_BYTES) {
+                for (shared, multiprocessors) in [(LARGE, 132), (SMALL, 48), (SMALL, 84)] {
+                    for rows in [64, 4096, 129_280] {
+                        let input = forms.bytes(columns);
+                        let (per_warp, bytes) = rows_of_one(rows, multiprocessors, input, shared);
+                        assert!(bytes <= shared, "{columns} columns, {per_warp} rows a warp: {bytes} bytes");
+                    }
+                }
+            }
+        }
+    }
 }

@@ -39,44 +39,54 @@ pub struct Routed<'a> {
 /// Widest input for the kernels that keep it in shared memory.
 const DECODE_COLUMNS: usize = 16_384;
 
+/// Lanes of a warp.
+const WARP: usize = 32;
+/// Shared memory in front of the inputs, as in the kernels.
+const INPUTS_AT: usize = 4 * WARP * 4;
+/// Bytes of what `down` keeps for each stretch of a row.
+const STRETCH_BYTES: usize = 16;
+/// Shared memory of a multiprocessor from which on there is room for a copy of each table entry for every lane.
+const FULL_TABLE_BYTES: u32 = 200 << 10;
+
 /// What the kernels of `matrix_experts.cu` say about their formats.
 struct Format {
     name: &'static str,
     /// Values of a chunk of 16 bytes.
     values: usize,
+    /// Chunks that a lane takes at a time of gate and up.
+    chunks: usize,
     /// Whether sums of codes are needed, for minima.
     sums: bool,
-    /// Entries of tables in shared memory.
-    entries: usize,
+    /// Whether there is a table in shared memory, with copies of each entry so that lanes do not meet in a bank.
+    table: bool,
 }
 
 impl Format {
     fn of(matrix: &Matrix) -> Option<Self> {
         matrix.planes?;
-        let (values, sums, entries) = match matrix.block_type() {
-            BlockType::Iq2Xxs => (64, false, 256 + 128),
-            BlockType::Q2K => (64, true, 0),
-            BlockType::Q4K => (32, true, 0),
-            BlockType::Mxfp4 => (32, false, 0),
+        let (values, chunks, sums, table) = match matrix.block_type() {
+            BlockType::Iq2Xxs => (64, 2, false, true),
+            BlockType::Q2K => (64, 1, true, false),
+            BlockType::Q4K => (32, 1, true, false),
+            BlockType::Mxfp4 => (32, 2, false, false),
             _ => return None,
         };
-        Some(Self { name: matrix.block_type().name(), values, sums, entries })
+        Some(Self { name: matrix.block_type().name(), values, chunks, sums, table })
     }
 
-    /// How many copies of each entry there are, so that lanes do not meet in one bank of shared memory: as many as lanes where
-    /// there is room for them.
-    fn copies(gpu: &Gpu) -> usize {
-        if gpu.device.facts().shared_bytes >= 200 << 10 { 32 } else { 16 }
+    /// The kernel of this format.
+    fn kernel(&self, operation: &str, gpu: &Gpu) -> String {
+        let copies = match (self.table, gpu.device.facts().shared_bytes >= FULL_TABLE_BYTES) {
+            (false, _) => "",
+            (true, true) => "_32",
+            (true, false) => "_16",
+        };
+        format!("{operation}_{}{copies}", self.name)
     }
 
-    /// Shared memory of tables: 4 bytes an entry and copy, and as many for each lane.
-    fn table_bytes(&self, gpu: &Gpu) -> usize {
-        if self.entries == 0 { 0 } else { 4 * (self.entries * Self::copies(gpu) + 32) }
-    }
-
-    /// Shared memory of a rounded input: codes, scales and sums of pieces of 16 values, whole warps of chunks.
-    fn input_bytes(&self, columns: usize) -> usize {
-        let pieces = (columns / self.values).next_multiple_of(32) * (self.values / 16);
+    /// Shared memory of a rounded input: codes, scales and sums of pieces of 16 values, in groups of chunks.
+    fn input_bytes(&self, columns: usize, group: usize) -> usize {
+        let pieces = (columns / self.values).next_multiple_of(group) * (self.values / 16);
         pieces * if self.sums { 24 } else { 20 }
     }
 }
@@ -212,8 +222,8 @@ impl ExpertMatrices {
     ) -> Result<(), CudaError> {
         let Some(gate) = Format::of(&self.gate) else { return Err(self.unknown()) };
         let arguments = Arguments::new()
-            .structure(&self.gate.expert_weights())
-            .structure(&self.up.expert_weights())
+            .structure(&self.gate.plane_starts())
+            .structure(&self.up.plane_starts())
             .read(work.experts)
             .read(work.weights)
             .read(work.input)
@@ -227,11 +237,10 @@ impl ExpertMatrices {
             Some(mids) => arguments.write(mids),
             None => arguments.null(),
         };
-        let arguments = arguments.int(Format::copies(gpu));
-        let shared = gate.input_bytes(self.outputs()) + gate.table_bytes(gpu);
+        let shared = INPUTS_AT + gate.input_bytes(self.outputs(), gate.chunks * WARP);
         let shape =
             Launch::new(self.width() / 32, 256).by(work.n_used).deep(work.tokens).shared(shared as u32);
-        gpu.launch("matrix_experts", &format!("gate_up_{}", gate.name), shape, arguments)
+        gpu.launch("matrix_experts", &gate.kernel("gate_up", gpu), shape, arguments)
     }
 
     /// Down products of the rounded mids, summed.
@@ -244,20 +253,21 @@ impl ExpertMatrices {
     ) -> Result<(), CudaError> {
         let Some(down) = Format::of(&self.down) else { return Err(self.unknown()) };
         let arguments = Arguments::new()
-            .structure(&self.down.expert_weights())
+            .structure(&self.down.plane_starts())
             .read(work.experts)
             .read(codes.as_view())
             .read(scales.as_view())
             .int(work.n_used)
             .int(self.width())
             .int(self.outputs())
-            .write(output)
-            .int(Format::copies(gpu));
-        let shared = work.n_used * down.input_bytes(self.width()) + down.table_bytes(gpu);
+            .write(output);
+        let stretches = (self.width() / down.values).div_ceil(WARP);
+        let each = down.input_bytes(self.width(), WARP) + stretches * STRETCH_BYTES;
+        let shared = INPUTS_AT + work.n_used * each;
         let most = 2 * gpu.device.facts().n_multiprocessors as usize;
         let blocks = self.outputs().div_ceil(16).min(most);
         let shape = Launch::new(blocks, 512).by(work.tokens).shared(shared as u32);
-        gpu.launch("matrix_experts", &format!("down_{}", down.name), shape, arguments)
+        gpu.launch("matrix_experts", &down.kernel("down", gpu), shape, arguments)
     }
 
     fn unknown(&self) -> CudaError {

@@ -12,6 +12,7 @@ pub mod generate;
 pub mod layout;
 mod prefill;
 
+pub(super) use decode::Norm;
 pub use experts::{ExpertMatrices, Routed};
 
 use gguf_tools::block::BlockType;
@@ -309,11 +310,8 @@ impl Matrix {
             matrix.check("input", input.len(), tokens * matrix.columns)?;
             matrix.check("output", output.len(), tokens * matrix.rows)?;
         }
-        let together = pass == Pass::Decode
-            && tokens > 0
-            && (2..=decode::MOST_PARTS).contains(&matrices.len())
-            && matrices.iter().all(|(matrix, _)| decode::fits(matrix));
-        if together {
+        let all: Vec<&Self> = matrices.iter().map(|(matrix, _)| *matrix).collect();
+        if pass == Pass::Decode && tokens > 0 && decode::fit_together(&all) {
             let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
             return decode::products(gpu, input, tokens, 1, &parts);
         }
@@ -327,6 +325,28 @@ impl Matrix {
             matrix.products(gpu, workspace, input, tokens, pass, output)?;
         }
         Ok(())
+    }
+
+    /// Products of several matrices with one token's input behind its norm, in one launch, with the bits of norm and products
+    /// apart; `false` if there is no kernel for them, and nothing was done.
+    pub(super) fn normed_products(
+        gpu: &Gpu,
+        input: View<'_, f32>,
+        norm: Norm<'_>,
+        matrices: &[(&Self, ViewMut<'_, f32>)],
+    ) -> Result<bool, CudaError> {
+        let all: Vec<&Self> = matrices.iter().map(|(matrix, _)| *matrix).collect();
+        if !decode::takes_norm(&all) {
+            return Ok(false);
+        }
+        for (matrix, output) in matrices {
+            matrix.check("input", input.len(), matrix.columns)?;
+            matrix.check("weights of the norm", norm.weights.len(), matrix.columns)?;
+            matrix.check("output", output.len(), matrix.rows)?;
+        }
+        let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
+        decode::normed_products(gpu, input, norm, &parts)?;
+        Ok(true)
     }
 
     /// The rows of the matrix and the columns of the input are cut into `groups`, and each group is a product of its own:
@@ -403,9 +423,15 @@ impl Matrix {
         [start(0), start(1), start(2), width(0), width(1), width(2)]
     }
 
-    /// Address and rows, as the experts' kernels declare them.
-    fn expert_weights(&self) -> [u64; 2] {
+    /// Address and rows, as the kernels for many tokens declare them.
+    fn address_and_rows(&self) -> [u64; 2] {
         [self.bytes.view().address(), self.rows as u64]
+    }
+
+    /// Where each plane begins, as the experts' kernels for few tokens declare it.
+    fn plane_starts(&self) -> [u64; 3] {
+        let [first, second, third, ..] = self.generic_weights();
+        [first, second, third]
     }
 
     fn grid_rows(&self) -> Result<usize, CudaError> {

@@ -149,7 +149,7 @@ pub(super) fn products(
         }
         let group_rows = matrix.rows() / groups;
         let arguments = Arguments::new()
-            .structure(&matrix.expert_weights())
+            .structure(&matrix.address_and_rows())
             .read(halves.as_view())
             .long((groups * matrix.columns()) as u64)
             .int(matrix.columns())
@@ -286,8 +286,8 @@ impl ExpertMatrices {
     ) -> Result<(), CudaError> {
         let [gate, down] = self.formats()?;
         let arguments = Arguments::new()
-            .structure(&self.gate.expert_weights())
-            .structure(&self.up.expert_weights())
+            .structure(&self.gate.address_and_rows())
+            .structure(&self.up.address_and_rows())
             .structure(&self.sorted(parts))
             .read(parts.input.as_view())
             .int(work.n_used)
@@ -315,7 +315,7 @@ impl ExpertMatrices {
     ) -> Result<(), CudaError> {
         let [_, down] = self.formats()?;
         let arguments = Arguments::new()
-            .structure(&self.down.expert_weights())
+            .structure(&self.down.address_and_rows())
             .structure(&self.sorted(parts))
             .read(parts.mids.as_view())
             .int(self.width())

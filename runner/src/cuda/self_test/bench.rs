@@ -134,11 +134,10 @@ impl Bench<'_> {
         let mixers =
             (0..128).map(|seed| Matrix::generate(&gpu, BlockType::F16, MIXES, STREAMS * WIDTH, seed));
         let mixers: Vec<Matrix> = mixers.collect::<Result<_, _>>()?;
-        let streams = gpu.device.upload(&inputs(tokens, STREAMS * WIDTH, 1), "streams")?;
+        let mut streams = gpu.device.upload(&inputs(tokens, STREAMS * WIDTH, 1), "streams")?;
         let output = gpu.device.upload(&inputs(tokens, WIDTH, 2), "output")?;
         let post = gpu.device.upload(&vec![0.1f32; tokens * STREAMS], "post weights")?;
         let comb = gpu.device.upload(&vec![0.25f32; tokens * STREAMS * STREAMS], "stream mix")?;
-        let mut turned = gpu.device.zeros::<f32>(tokens * STREAMS * WIDTH, "streams")?;
         let mut partials = gpu.device.zeros::<f32>(tokens * (MIXES + 1) * WIDTH / 64, "partial sums")?;
         let milliseconds = best(&gpu, || {
             mixers.iter().try_for_each(|mixer| {
@@ -150,14 +149,9 @@ impl Bench<'_> {
                     mixer: ("F16", mixer.values_as_stored().address()),
                     tokens,
                     width: WIDTH,
-                    n_streams: STREAMS,
                     n_mixes: MIXES,
                 };
-                if tokens == 1 {
-                    turn.launch_for_one(&gpu, streams.view(), &turned.view_mut(), &partials.view_mut())
-                } else {
-                    turn.launch_for_many(&gpu, &turned.view_mut(), &partials.view_mut())
-                }
+                turn.launch(&gpu, tokens == 1, &streams.view_mut(), &partials.view_mut())
             })
         })? / mixers.len() as f64;
         let flops = 2.0 * (tokens * STREAMS * WIDTH * (MIXES + 1 + STREAMS)) as f64;
