@@ -4,6 +4,7 @@
 mod full;
 mod models;
 mod operations;
+mod sequences;
 mod source;
 mod steering;
 
@@ -193,7 +194,7 @@ pub fn self_test(test: &SelfTest<'_>, group: Group, each: &mut dyn FnMut(&Check)
     let mut report = Report { each };
     match group {
         Group::Rows => operations::rows(test, &mut report),
-        Group::Attention => operations::attention(test, &mut report),
+        Group::Attention => sequences::attention(test, &mut report),
         Group::Matrices => operations::matrices(test, &mut report),
         Group::Model => models::model(test, &mut report),
         Group::Equalities => models::equalities(test, &mut report),

@@ -12,33 +12,31 @@ use crate::cpu::CpuBackend;
 use crate::cuda::CudaBackend;
 use crate::error::RunnerError;
 use crate::ops::{
-    ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, GatedFfn, HyperConnection,
-    HyperConstants, MatrixPlace, Numerics, Piece, Rope, RouterRule, RowPlaces, Selection, SublayerInput,
-    Work,
+    ActivationPrecision, Backend, GatedFfn, HyperConnection, HyperConstants, MatrixPlace, Numerics, Rope,
+    RouterRule, RowPlaces, SublayerInput, Work,
 };
 use crate::session::Options;
 use crate::weights::open_source;
 
 /// Floats in the same order up to a few operations.
-const CLOSE: Tolerance = Tolerance { rms: 2e-6, largest: 3e-5 };
-/// Rows stored as `f16`.
-const HALVES: Tolerance = Tolerance { rms: 2e-3, largest: 3e-2 };
-/// Queries and softmax weights rounded to halves.
-const ROUNDED_QUERIES: Tolerance = Tolerance { rms: 3e-3, largest: 3e-2 };
+pub(super) const CLOSE: Tolerance = Tolerance { rms: 2e-6, largest: 3e-5 };
 /// Products with `f16` inputs and weights, or inputs of 8 bits.
 const ROUNDED_INPUTS: Tolerance = Tolerance { rms: 2e-2, largest: 2e-1 };
 
 /// A backend with what operations need besides values.
-struct Lab<'a, B> {
-    backend: &'a B,
-    h: &'a HyperParameters,
+pub(super) struct Lab<'a, B> {
+    pub(super) backend: &'a B,
+    pub(super) h: &'a HyperParameters,
 }
 
 /// Name of results that are zeros everywhere.
 const NOTHING: &str = "difference from what is done step by step";
 
+/// Name of results that tell which values are finite.
+const FINITE: &str = "which values are finite";
+
 /// Named results, `(name, width, values)`.
-type Results = Vec<(&'static str, usize, Vec<f32>)>;
+pub(super) type Results = Vec<(&'static str, usize, Vec<f32>)>;
 
 impl<B: Backend> Lab<'_, B> {
     fn matrix(&self, matrix: OneMatrix) -> Result<B::Matrix, RunnerError> {
@@ -46,7 +44,7 @@ impl<B: Backend> Lab<'_, B> {
         self.backend.matrix(&source, place)
     }
 
-    fn random(
+    pub(super) fn random(
         &self,
         block_type: BlockType,
         rows: usize,
@@ -57,7 +55,7 @@ impl<B: Backend> Lab<'_, B> {
     }
 
     /// `[.., width]` values as a tensor: rows of a table.
-    fn tensor(&self, values: &[f32], width: usize) -> Result<B::Tensor, RunnerError> {
+    pub(super) fn tensor(&self, values: &[f32], width: usize) -> Result<B::Tensor, RunnerError> {
         let table = self.matrix(OneMatrix::table(self.h, width, values))?;
         let n = values.len() / width;
         let ids: Vec<u32> = (0..n as u32).collect();
@@ -65,11 +63,11 @@ impl<B: Backend> Lab<'_, B> {
         self.backend.embed(&table, RowPlaces { batch: &places, rows: 0..n }, 1)
     }
 
-    fn noise(&self, seed: u64, tokens: usize, width: usize) -> Result<B::Tensor, RunnerError> {
+    pub(super) fn noise(&self, seed: u64, tokens: usize, width: usize) -> Result<B::Tensor, RunnerError> {
         self.tensor(&noise(seed, tokens * width), width)
     }
 
-    fn read(&self, tensor: &B::Tensor) -> Result<Vec<f32>, RunnerError> {
+    pub(super) fn read(&self, tensor: &B::Tensor) -> Result<Vec<f32>, RunnerError> {
         Ok(self.backend.read(tensor)?.into_owned())
     }
 }
@@ -78,7 +76,7 @@ fn random(h: &HyperParameters, block_type: BlockType, rows: usize, columns: usiz
     OneMatrix::random(h, block_type, rows, columns, seed).expect("whole blocks of a type that can be written")
 }
 
-fn rope(n_pairs: usize) -> Rope {
+pub(super) fn rope(n_pairs: usize) -> Rope {
     let frequency = |i: usize| 10000_f64.powf(-(i as f64) / n_pairs as f64) as f32;
     Rope { frequencies: (0..n_pairs).map(frequency).collect(), base: 10000.0, slowed: None }
 }
@@ -90,17 +88,74 @@ fn positions(n: usize) -> Vec<usize> {
 
 #[derive(Debug, Clone)]
 enum Operation {
-    Norm { tokens: usize, width: usize },
-    Sums { tokens: usize, width: usize },
-    Streams { tokens: usize, width: usize },
-    Queries { tokens: usize, heads: usize, width: usize },
-    KeyValues { tokens: usize, width: usize, numerics: Numerics },
-    IndexQueries { tokens: usize, heads: usize, width: usize, numerics: Numerics },
-    Route { tokens: usize, experts: usize, used: usize, by_table: bool, level: bool },
-    Products { block_type: BlockType, tokens: usize, rows: usize, columns: usize, groups: usize },
-    NormedProducts { block_type: BlockType, tokens: usize, columns: usize },
-    Shared { block_type: BlockType, tokens: usize, width: usize, inner: usize },
-    Experts { types: [BlockType; 3], tokens: usize, experts: usize, used: usize, width: usize, inner: usize },
+    Norm {
+        tokens: usize,
+        width: usize,
+    },
+    Sums {
+        tokens: usize,
+        width: usize,
+    },
+    Streams {
+        tokens: usize,
+        width: usize,
+    },
+    Queries {
+        tokens: usize,
+        heads: usize,
+        width: usize,
+    },
+    KeyValues {
+        tokens: usize,
+        width: usize,
+        numerics: Numerics,
+    },
+    IndexQueries {
+        tokens: usize,
+        heads: usize,
+        width: usize,
+        numerics: Numerics,
+    },
+    Route {
+        tokens: usize,
+        experts: usize,
+        used: usize,
+        by_table: bool,
+        level: bool,
+    },
+    Products {
+        block_type: BlockType,
+        tokens: usize,
+        rows: usize,
+        columns: usize,
+        groups: usize,
+    },
+    NormedProducts {
+        block_type: BlockType,
+        tokens: usize,
+        columns: usize,
+    },
+    /// One of the input's values is this, which must be seen in every product.
+    NotFinite {
+        block_type: BlockType,
+        tokens: usize,
+        columns: usize,
+        value: f32,
+    },
+    Shared {
+        block_type: BlockType,
+        tokens: usize,
+        width: usize,
+        inner: usize,
+    },
+    Experts {
+        types: [BlockType; 3],
+        tokens: usize,
+        experts: usize,
+        used: usize,
+        width: usize,
+        inner: usize,
+    },
 }
 
 impl Operation {
@@ -203,6 +258,16 @@ impl Operation {
                 let apart = [lab.read(&apart[0])?, lab.read(&apart[1])?].concat();
                 difference.iter_mut().zip(apart).for_each(|(value, apart)| *value -= apart);
                 Ok(vec![("first", ROWS[0], first), ("second", ROWS[1], second), (NOTHING, 1, difference)])
+            }
+            Self::NotFinite { block_type, tokens, columns, value } => {
+                const ROWS: usize = 40;
+                let matrix = lab.random(block_type, ROWS, columns, 2)?;
+                let mut values = noise(1, tokens * columns);
+                values.iter_mut().skip(columns / 2 + 5).step_by(columns).for_each(|x| *x = value);
+                let x = lab.tensor(&values, columns)?;
+                let product = lab.read(&b.linear_many(&x, &[&matrix])?[0])?;
+                let finite = product.iter().map(|y| f32::from(u8::from(y.is_finite()))).collect();
+                Ok(vec![(FINITE, ROWS, finite)])
             }
             Self::Shared { block_type, tokens, width, inner } => {
                 let expert = GatedFfn {
@@ -335,131 +400,14 @@ impl crate::weights::WeightSource for Three {
     }
 }
 
-/// A layer's attention without its matrices, over a sequence that comes in pieces.
-#[derive(Debug, Clone)]
-struct SequenceOf {
-    ratio: usize,
-    heads: usize,
-    width: usize,
-    top_k: usize,
-    numerics: Numerics,
-    /// Tokens of each piece.
-    pieces: Vec<usize>,
-    /// Tokens at the end whose queries attend; whole pieces.
-    attending: usize,
-    work: Work,
-    /// Whether all index queries are zero, so that all scores are the same.
-    level_scores: bool,
-}
-
-const WINDOW: usize = 128;
-const INDEX_HEADS: usize = 16;
-const INDEX_WIDTH: usize = 128;
-
-impl SequenceOf {
-    fn n_tokens(&self) -> usize {
-        self.pieces.iter().sum()
-    }
-
-    fn run<B: Backend>(&self, lab: &Lab<'_, B>) -> Result<Results, RunnerError> {
-        let b = lab.backend;
-        let _turn = b.turn(self.work)?;
-        let (n, width, ratio) = (self.n_tokens(), self.width, self.ratio);
-        let doubled = if ratio == 4 { 2 } else { 1 };
-        let shape = CacheShape { ratio, window: WINDOW, head_dim: width, index_head_dim: INDEX_WIDTH };
-        let mut cache = b.cache(shape);
-        b.reserve(&mut cache, n)?;
-        let rope = b.rope(rope(32))?;
-        let kv = lab.noise(1, n, width)?;
-        let (values, gates) = (lab.noise(2, n, doubled * width)?, lab.noise(3, n, doubled * width)?);
-        let index_values = lab.noise(4, n, 2 * INDEX_WIDTH)?;
-        let index_gates = lab.noise(5, n, 2 * INDEX_WIDTH)?;
-        let compressor = Compressor {
-            position_bias: b.vector(noise(6, ratio.max(1) * doubled * width))?,
-            norm: b.vector(noise(7, width))?,
-        };
-        let index_compressor = Compressor {
-            position_bias: b.vector(noise(8, ratio.max(1) * 2 * INDEX_WIDTH))?,
-            norm: b.vector(noise(9, INDEX_WIDTH))?,
-        };
-        let sinks = b.vector(noise(10, self.heads))?;
-        let queries = noise(11, self.attending * self.heads * width);
-        let index_noise = noise(12, self.attending * INDEX_HEADS * INDEX_WIDTH);
-        let index_queries = if self.level_scores { vec![0.0; index_noise.len()] } else { index_noise };
-        let head_weights = noise(13, self.attending * INDEX_HEADS);
-        let (mut attended, mut chosen, mut scores) = (Vec::new(), Vec::new(), Vec::new());
-        let mut first = 0;
-        for &len in &self.pieces {
-            let range = first..first + len;
-            let positions: Vec<usize> = range.clone().collect();
-            let places = b.places(&vec![0; len], &positions)?;
-            let at = RowPlaces { batch: &places, rows: 0..len };
-            let piece = Piece { rows: 0..len, sequence: 0, position: first };
-            let part = |tensor: &B::Tensor| b.rows(tensor, range.clone());
-            let mut rows = part(&kv)?;
-            b.kv_finish(&mut rows, &rope, at.clone(), self.numerics)?;
-            b.append_window(&mut cache, &rows, &piece, at.clone())?;
-            let compress = |cache: &mut B::Cache, target, values, gates, weights| {
-                let (values, gates) = (part(values)?, part(gates)?);
-                let place = at.clone();
-                b.compress(cache, target, &values, &gates, &piece, place, weights, &rope, 1e-6, self.numerics)
-            };
-            if ratio != 0 {
-                compress(&mut cache, CompressedRows::Attention, &values, &gates, &compressor)?;
-            }
-            if ratio == 4 {
-                let (values, gates) = (&index_values, &index_gates);
-                compress(&mut cache, CompressedRows::Indexer, values, gates, &index_compressor)?;
-            }
-            if first >= n - self.attending {
-                let from = first - (n - self.attending);
-                let cut = |values: &[f32], width: usize| values[from * width..(from + len) * width].to_vec();
-                let mut q = lab.tensor(&cut(&queries, self.heads * width), self.heads * width)?;
-                let index_width = INDEX_HEADS * INDEX_WIDTH;
-                let mut index_q = match ratio {
-                    4 => Some(lab.tensor(&cut(&index_queries, index_width), index_width)?),
-                    _ => None,
-                };
-                let index = index_q.as_mut().map(|queries| (queries, INDEX_WIDTH));
-                b.finish_queries(&mut q, width, 1e-6, index, &rope, at.clone(), self.numerics)?;
-                let selection = match (ratio, index_q) {
-                    (0, _) => Selection::None,
-                    (_, Some(q)) => {
-                        let weights = lab.tensor(&cut(&head_weights, INDEX_HEADS), INDEX_HEADS)?;
-                        let (rows, _) =
-                            b.index_topk(&cache, &q, &weights, &piece, at.clone(), self.top_k, false)?;
-                        let (again, kept) =
-                            b.index_topk(&cache, &q, &weights, &piece, at.clone(), self.top_k, true)?;
-                        chosen.extend(b.read_chosen(&rows)?.iter().flatten().map(|&row| row as f32));
-                        chosen.extend(b.read_chosen(&again)?.iter().flatten().map(|&row| row as f32));
-                        scores.extend(kept.into_iter().map(|score| score.max(-1e3)));
-                        Selection::Rows(rows)
-                    }
-                    _ => Selection::Visible,
-                };
-                let mut out = b.zeros(len, self.heads * width)?;
-                b.attend(&cache, &q, &piece, at, &selection, &sinks, &rope, &mut out)?;
-                attended.extend(lab.read(&out)?);
-            }
-            b.trim_window(&mut cache);
-            first += len;
-        }
-        Ok(vec![
-            ("attended", self.heads * width, attended),
-            ("chosen", self.top_k.max(1), chosen),
-            ("scores", 1, scores),
-        ])
-    }
-}
-
-struct Machines {
-    cpu: CpuBackend,
-    cuda: CudaBackend,
-    h: HyperParameters,
+pub(super) struct Machines {
+    pub(super) cpu: CpuBackend,
+    pub(super) cuda: CudaBackend,
+    pub(super) h: HyperParameters,
 }
 
 impl Machines {
-    fn open(
+    pub(super) fn open(
         test: &SelfTest<'_>,
         numerics: Numerics,
         activations: ActivationPrecision,
@@ -489,7 +437,7 @@ impl Machines {
                 report.run(format!("{name}: {what}"), || {
                     Ok(
                         if *what == "experts" && matches!(operation, Operation::Route { .. })
-                            || ["rows taken", NOTHING].contains(what)
+                            || ["rows taken", NOTHING, FINITE].contains(what)
                         {
                             same_bits(expected, found, *width)
                         } else {
@@ -539,123 +487,6 @@ pub(super) fn rows(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), R
     Ok(())
 }
 
-/// Caches, compressors, the indexer and attention.
-pub(super) fn attention(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), RunnerError> {
-    for (numerics, activations, attended) in [
-        (Numerics::Exact, ActivationPrecision::F32, CLOSE),
-        (Numerics::Official, ActivationPrecision::F32, HALVES),
-        (Numerics::Official, ActivationPrecision::Mixed, ROUNDED_QUERIES),
-    ] {
-        let machines = Machines::open(test, numerics, activations)?;
-        for (ratio, heads, width) in
-            [(0, 64, 512), (4, 64, 512), (128, 64, 512), (0, 4, 128), (4, 4, 128), (128, 4, 128), (4, 3, 64)]
-        {
-            for (pieces, attending, top_k, level_scores) in [
-                (vec![3], 3, 16, false),
-                (vec![130, 7], 7, 16, false),
-                (vec![100, 33, 400, 20], 20, 32, false),
-                (vec![512, 512, 512, 512, 300, 20], 20, 512, false),
-                (vec![300, 9], 9, 16, true),
-            ] {
-                let sequence = SequenceOf {
-                    ratio,
-                    heads,
-                    width,
-                    top_k,
-                    numerics,
-                    pieces,
-                    attending,
-                    work: Work::Batch,
-                    level_scores,
-                };
-                check_sequence(&machines, report, &sequence, activations, attended);
-            }
-        }
-    }
-    Ok(())
-}
-
-fn check_sequence(
-    machines: &Machines,
-    report: &mut Report<'_>,
-    sequence: &SequenceOf,
-    activations: ActivationPrecision,
-    tolerance: Tolerance,
-) {
-    let SequenceOf { ratio, heads, width, top_k, numerics, .. } = *sequence;
-    let n = sequence.n_tokens();
-    let name = format!(
-        "attention of {n} tokens, ratio {ratio}, {heads} x {width}, top {top_k}, {} numerics, {} activations{}",
-        numerics.name(),
-        activations.name(),
-        if sequence.level_scores { ", level scores" } else { "" }
-    );
-    let (cpu, cuda) =
-        (Lab { backend: &machines.cpu, h: &machines.h }, Lab { backend: &machines.cuda, h: &machines.h });
-    let mut found = Vec::new();
-    report.run(format!("{name}: against the CPU"), || {
-        let expected = sequence.run(&cpu)?;
-        found = sequence.run(&cuda)?;
-        let mut verdict = Verdict { passed: true, detail: String::new() };
-        for ((what, width, expected), (_, _, found)) in expected.iter().zip(&found) {
-            if expected.is_empty() && found.is_empty() {
-                continue;
-            }
-            let part = if *what == "chosen" {
-                let differing = expected.iter().zip(found).filter(|(a, b)| a != b).count();
-                let share = differing as f64 / expected.len().max(1) as f64;
-                // Official rounding of queries may fall the other way, and a choice with it.
-                let allowed = if numerics == Numerics::Exact { 0.0 } else { 0.1 };
-                let detail = format!("{differing} of {} choices differ", expected.len());
-                Verdict { passed: share <= allowed && expected.len() == found.len(), detail }
-            } else {
-                let scores = *what == "scores" && numerics == Numerics::Official;
-                let tolerance = if scores { Tolerance { rms: 2e-2, largest: 1.0 } } else { tolerance };
-                compare(expected, found, *width, tolerance)
-            };
-            verdict.passed &= part.passed;
-            verdict.detail += &format!("{what}: {}; ", part.detail);
-        }
-        Ok(verdict)
-    });
-    if found.is_empty() {
-        return;
-    }
-    // Other pieces, and the attending tokens one by one: the same bits.
-    let before = n - sequence.attending;
-    let ones = || vec![1; sequence.attending];
-    let cut = |step: usize| {
-        let mut pieces: Vec<usize> = std::iter::repeat_n(step, before / step).collect();
-        pieces.extend((!before.is_multiple_of(step)).then_some(before % step));
-        pieces
-    };
-    let variants = [
-        ("in pieces of 37", [cut(37), vec![sequence.attending]].concat(), Work::Batch),
-        ("in pieces of 5, then one by one", [cut(5), ones()].concat(), Work::Batch),
-        ("as single tokens", [cut(64), ones()].concat(), Work::Token),
-    ];
-    for (how, pieces, work) in variants {
-        // Single tokens are not rounded as batches are.
-        if work == Work::Token && activations == ActivationPrecision::Mixed {
-            continue;
-        }
-        report.run(format!("{name}: {how} the same bits"), || {
-            let again = SequenceOf { pieces, work, ..sequence.clone() }.run(&cuda)?;
-            let mut verdict = Verdict { passed: true, detail: String::new() };
-            for ((what, width, expected), (_, _, found)) in found.iter().zip(&again) {
-                // Scores come with as many rows as each piece sees, chosen rows twice a piece.
-                if *what != "attended" {
-                    continue;
-                }
-                let part = same_bits(expected, found, *width);
-                verdict.passed &= part.passed;
-                verdict.detail += &format!("{what}: {}; ", part.detail);
-            }
-            Ok(verdict)
-        });
-    }
-}
-
 /// Products in every block type, at widths of the real model and odd ones.
 pub(super) fn matrices(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(), RunnerError> {
     for activations in [ActivationPrecision::F32, ActivationPrecision::Mixed] {
@@ -682,6 +513,12 @@ pub(super) fn matrices(test: &SelfTest<'_>, report: &mut Report<'_>) -> Result<(
                 for (tokens, columns) in [(1, 1024), (1, 256), (1, 1536), (2, 1024), (1, 4096)] {
                     let normed = Operation::NormedProducts { block_type, tokens, columns };
                     machines.compare(report, &normed, work, tolerance);
+                }
+                for value in [f32::NAN, f32::INFINITY] {
+                    for tokens in tokens_of(37) {
+                        let broken = Operation::NotFinite { block_type, tokens, columns: 1024, value };
+                        machines.compare(report, &broken, work, tolerance);
+                    }
                 }
                 let shared = Operation::Shared { block_type, tokens: 2, width: 512, inner: 256 };
                 machines.compare(report, &shared, work, tolerance);
