@@ -198,6 +198,13 @@ fn requantizing_a_lossy_file_needs_to_be_allowed_but_mxfp4_is_expanded_exactly()
     let lossy = from("direct.gguf", "worse.gguf", &["--experts", "Q2_K"]);
     assert_eq!(lossy.status.code(), Some(1));
     assert!(text(&lossy.stderr).contains("--allow-requantize"));
+    // What else is wrong with the file comes first.
+    let whole = std::fs::read(setting.path("direct.gguf")).unwrap();
+    std::fs::write(setting.path("cut.gguf"), &whole[..whole.len() - 1000]).unwrap();
+    let cut = from("cut.gguf", "worse.gguf", &["--experts", "Q2_K"]);
+    assert_eq!(cut.status.code(), Some(1));
+    let told = text(&cut.stderr);
+    assert!(told.find("is truncated").unwrap() < told.find("--allow-requantize").unwrap(), "{told}");
     let allowed = from("direct.gguf", "worse.gguf", &["--experts", "Q2_K", "--allow-requantize"]);
     assert_eq!(allowed.status.code(), Some(0), "{}", text(&allowed.stderr));
 }

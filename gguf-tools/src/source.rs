@@ -351,6 +351,13 @@ impl WeightSource for GgufSource {
                 ));
             }
         }
+        // What a file lacks comes first: the rest may be different once it is whole.
+        let lacks = |(tensor, _): &(&TensorSpec, BlockType)| self.gguf.data(self.found(tensor)).err();
+        if !refused.is_empty()
+            && let Some(lacking) = targets.iter().find_map(lacks)
+        {
+            refused.insert(0, lacking.to_string());
+        }
         refused
     }
 

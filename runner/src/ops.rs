@@ -49,7 +49,8 @@ pub enum ActivationPrecision {
     /// instructions, bit for bit. For comparisons: slow.
     PlainGgml,
     /// As the GPU does it fastest: in batches inputs and weights are rounded to `f16`; for single tokens inputs of
-    /// routed experts are rounded to 8 bits, all others stay `f32`.
+    /// routed experts are rounded to 8 bits and those of dense Q8_0 matrices to 23 below the largest of 16; all others stay
+    /// `f32`.
     Mixed,
 }
 
