@@ -229,7 +229,7 @@ fn no_device_is_no_device_whoever_says_it() {
 fn a_library_that_lacks_functions_is_no_panic() {
     let Some(mut machine) = Machine::new("driver=13000") else { return };
     machine.folders = vec!["old"];
-    machine.is_refused(&["lacks 49 functions", "first `cuCtxSetCurrent`", "driver 580", "--backend cpu"]);
+    machine.is_refused(&["lacks 50 functions", "first `cuCtxSetCurrent`", "driver 580", "--backend cpu"]);
     // The version comes first: it says what to do.
     machine.driver = "driver=11080".to_owned();
     machine.is_refused(&["supports CUDA 11.8", "update the driver"]);

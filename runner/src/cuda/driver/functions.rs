@@ -10,7 +10,7 @@ use super::super::error::CudaError;
 const VERSION: &str = "cuDriverGetVersion";
 
 /// All others. A call of one that is missing would be a panic of `cudarc`.
-const FUNCTIONS: [&str; 49] = [
+const FUNCTIONS: [&str; 50] = [
     "cuCtxSetCurrent",
     "cuCtxSynchronize",
     "cuDevResourceGenerateDesc",
@@ -29,6 +29,7 @@ const FUNCTIONS: [&str; 49] = [
     "cuEventElapsedTime_v2",
     "cuEventRecord",
     "cuEventSynchronize",
+    "cuFuncGetAttribute",
     "cuFuncSetAttribute",
     "cuGetErrorName",
     "cuGetErrorString",
@@ -84,5 +85,25 @@ fn check(names: &[&str]) -> Result<(), CudaError> {
             Err(CudaError::MissingFunctions { n_missing: missing.len(), first: first.to_owned() })
         }
         None => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    /// The stand-in has what is called, as the tests with it show: so must the list.
+    #[test]
+    fn the_list_names_what_the_stand_in_driver_has() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../tests/driver/stand_in.c");
+        let text = std::fs::read_to_string(path).unwrap();
+        let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        let is_function =
+            |word: &&str| word.strip_prefix("cu").is_some_and(|rest| rest.starts_with(char::is_uppercase));
+        let found: BTreeSet<&str> = words.filter(is_function).collect();
+        let listed: BTreeSet<&str> = FUNCTIONS.into_iter().chain([VERSION]).collect();
+        assert_eq!(found, listed);
     }
 }
