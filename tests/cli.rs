@@ -581,3 +581,26 @@ fn a_trace_is_recorded_and_replayed() {
     std::fs::write(&trace, &lines[..lines.len() / 2]).unwrap();
     assert!(fails(&["trace", "replay", &trace, "--slots", "16"], 1).contains("line "));
 }
+
+#[test]
+fn synthetic_models_on_the_cpu_are_no_measure_and_that_is_said() {
+    let ended = run(&[
+        "bench",
+        "--synthetic",
+        "tiny",
+        "--layers",
+        "2",
+        "--backend",
+        "cpu",
+        "--ctx-start",
+        "8",
+        "--ctx-max",
+        "8",
+        "--gen-tokens",
+        "2",
+        "--bandwidth",
+        "1",
+    ]);
+    assert_eq!(ended.status.code(), Some(0), "{}", text(&ended.stderr));
+    assert!(text(&ended.stderr).contains("anew for every product"), "{}", text(&ended.stderr));
+}

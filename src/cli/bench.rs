@@ -14,7 +14,7 @@ use runner::cuda::{Gpu, KernelChoice};
 use runner::logits::argmax;
 use runner::ops::Work;
 use runner::weights::{WeightSource, open_source};
-use runner::{Model, Session};
+use runner::{Model, Processor, Session};
 use serde::Serialize;
 use serde_json::json;
 
@@ -135,8 +135,14 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     let (source, token_bytes) = arguments.source()?;
     print_memory_plan(source.as_ref(), &options);
     let started = Instant::now();
-    let (model, _) = arguments.compute.open(&source, options)?;
+    let (model, options) = arguments.compute.open(&source, options)?;
     let load_seconds = started.elapsed().as_secs_f64();
+    if options.processor == Processor::Cpu && arguments.synthetic.is_given() {
+        eprintln!(
+            "the CPU makes synthetic weights anew for every product: this takes long and says nothing about a file; \
+             --layers, --experts and --ctx-max make it shorter, `synth` makes a file"
+        );
+    }
     let contexts = arguments.contexts(model.context_limit())?;
     let prompt = arguments.prompt(&model, contexts.last().copied().unwrap_or_default())?;
     let bandwidth = match arguments.bandwidth {

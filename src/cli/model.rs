@@ -197,6 +197,11 @@ pub(super) struct SyntheticArguments {
 }
 
 impl SyntheticArguments {
+    /// Whether one was asked for.
+    pub(super) fn is_given(&self) -> bool {
+        self.synthetic.is_some()
+    }
+
     /// The model that was asked for, if one was.
     pub(super) fn source(&self) -> anyhow::Result<Option<Arc<SyntheticSource>>> {
         let Some(shape) = &self.synthetic else { return Ok(None) };

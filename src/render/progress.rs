@@ -23,6 +23,7 @@ pub(crate) fn stop_on_signals() -> Result<(), ctrlc::Error> {
             #[expect(clippy::exit, reason = "the user asked twice; every file is resumable at any moment")]
             std::process::exit(130);
         }
+        eprintln_line("stopping as soon as that loses nothing; once more ends the program at once");
     })
 }
 
