@@ -163,12 +163,11 @@ impl CudaBackend {
         Ok(Partials { values, n_slices })
     }
 
-    /// (3.6), (3.1) The streams merged, before and behind the norm; `n_mixes`: rows of the mixer.
+    /// (3.6), (3.1) The streams merged, before and behind the norm.
     pub(super) fn merge_streams(
         &self,
         streams: &CudaTensor,
         partials: &Partials,
-        n_mixes: usize,
         weights: &HyperConnection<Self>,
         constants: HyperConstants,
         norm: &CudaVector,
@@ -187,7 +186,7 @@ impl CudaBackend {
             .write(&normed.values.view_mut())
             .int(width)
             .int(m)
-            .int(n_mixes)
+            .int(weights.mixer.rows())
             .int(partials.n_slices)
             .float(constants.epsilon)
             .float(constants.rms_epsilon);
@@ -239,8 +238,7 @@ impl CudaBackend {
             mix = Some(self.weigh_streams(partials, width, weights, constants)?);
             Ok(())
         })?;
-        let n_mixes = weights.mixer.rows();
-        let (merged, normed) = self.merge_streams(streams, partials, n_mixes, weights, constants, norm)?;
+        let (merged, normed) = self.merge_streams(streams, partials, weights, constants, norm)?;
         let mix = mix.expect("computed above");
         Ok(SublayerInput { merged, normed, mix })
     }

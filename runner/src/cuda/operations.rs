@@ -326,9 +326,8 @@ impl Backend for CudaBackend {
         constants: HyperConstants,
         norm: &CudaVector,
     ) -> Result<(CudaTensor, CudaTensor), RunnerError> {
-        let (mixer, n_mixes) = (&weights.mixer, weights.mixer.rows());
-        let partials = self.hyper_partials(streams, mixer)?;
-        self.merge_streams(streams, &partials, n_mixes, weights, constants, norm)
+        let partials = self.hyper_partials(streams, &weights.mixer)?;
+        self.merge_streams(streams, &partials, weights, constants, norm)
     }
 
     fn rms_norm(

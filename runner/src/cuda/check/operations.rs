@@ -30,7 +30,7 @@ pub(super) struct Lab<'a, B> {
 }
 
 /// Name of results that are zeros everywhere.
-const NOTHING: &str = "difference from what is done step by step";
+const DIFFERENCE: &str = "difference from what is done step by step";
 
 /// Name of results that tell which values are finite.
 const FINITE: &str = "which values are finite";
@@ -257,7 +257,7 @@ impl Operation {
                 difference.extend(&second);
                 let apart = [lab.read(&apart[0])?, lab.read(&apart[1])?].concat();
                 difference.iter_mut().zip(apart).for_each(|(value, apart)| *value -= apart);
-                Ok(vec![("first", ROWS[0], first), ("second", ROWS[1], second), (NOTHING, 1, difference)])
+                Ok(vec![("first", ROWS[0], first), ("second", ROWS[1], second), (DIFFERENCE, 1, difference)])
             }
             Self::NotFinite { block_type, tokens, columns, value } => {
                 const ROWS: usize = 40;
@@ -437,7 +437,7 @@ impl Machines {
                 report.run(format!("{name}: {what}"), || {
                     Ok(
                         if *what == "experts" && matches!(operation, Operation::Route { .. })
-                            || ["rows taken", NOTHING, FINITE].contains(what)
+                            || ["rows taken", DIFFERENCE, FINITE].contains(what)
                         {
                             same_bits(expected, found, *width)
                         } else {
