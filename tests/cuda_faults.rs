@@ -305,6 +305,26 @@ fn kernels_that_cannot_be_loaded_are_told_with_what_helps() {
 }
 
 #[test]
+fn launches_ask_for_no_more_shared_memory_than_there_is() {
+    // An RTX 50 and a GB10.
+    let Some(mut machine) = Machine::new("major=12,shared=101376") else { return };
+    let ended = machine.run(&bench());
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    machine.driver = "shared=16384".to_owned();
+    machine.fails(&bench(), &["kernel `", "bytes of shared memory a block", "at most 16384"]);
+}
+
+#[test]
+fn kernels_are_timed_on_devices_with_few_multiprocessors() {
+    let Some(machine) = Machine::new("") else { return };
+    let ended = machine.run(&["bench", "--kernels", "shared down"]);
+    assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+    for part in ["\"multiprocessors\": 8", "\"multiprocessors\": 4"] {
+        assert!(ended.stdout.contains(part), "{} lacks {part}", ended.stdout);
+    }
+}
+
+#[test]
 fn a_device_that_is_lost_ends_a_command_with_one_error() {
     let Some(mut machine) = Machine::failing("", "") else { return };
     let whole = machine.run(&bench());

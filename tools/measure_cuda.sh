@@ -27,11 +27,12 @@ step() { # name, command: its output goes to OUT/name.txt
     "$ggsmith" doctor
 } >"$out/machine.txt" 2>&1
 
-for group in rows attention matrices model equalities steering; do
+groups="rows attention matrices model equalities steering"
+for group in $groups; do
     step "self-test-$group" "$ggsmith" doctor --self-test $group
 done
-# What chips compute with that have no instructions of their own.
-for group in matrices model equalities steering; do
+# What chips compute with that have no instructions of their own and less shared memory.
+for group in $groups; do
     step "self-test-portable-$group" "$ggsmith" doctor --self-test $group --portable-kernels
 done
 bench=("$ggsmith" bench --synthetic flash --recipe q2)
@@ -40,8 +41,10 @@ step long-context "${bench[@]}" --ctx-start 2048 --ctx-max 131072 --step-mul 4 -
 step portable "${bench[@]}" --ctx-start 2048 --ctx-max 2048 --gen-tokens 64 --portable-kernels
 step profile "${bench[@]}" --ctx-start 2048 --ctx-max 2048 --profile
 "$ggsmith" bench --kernels >"$out/kernels.json" 2>"$out/kernels.txt"
+"$ggsmith" bench --kernels --portable-kernels >"$out/portable-kernels.json" 2>"$out/portable-kernels.txt"
 
 "$ggsmith" quantize --hf "$nano/checkpoint" --recipe q2 --out "$work/nano-q2.gguf" --quiet >/dev/null 2>&1
+step doctor-model "$ggsmith" doctor --model "$work/nano-q2.gguf"
 for backend in cpu cuda; do
     step "score-$backend" "$ggsmith" score kld "$nano/checkpoint" "$work/nano-q2.gguf" --backend $backend \
         --text "$nano/heldout/prose.txt" --max-tokens 6000

@@ -65,7 +65,7 @@ pub(super) struct Arguments {
     #[arg(long)]
     profile: bool,
     /// Print the time of every matrix kernel alone as JSON instead (on a GPU), on the whole device and on 48
-    /// multiprocessors, with random weights at the shapes of Flash; only those whose name contains TEXT, if given.
+    /// multiprocessors (half, if there are no more), with random weights at the shapes of Flash; only those whose name contains TEXT, if given.
     #[arg(long, value_name = "TEXT", num_args = 0..=1, default_missing_value = "", conflicts_with_all = ["profile", "model", "synthetic"])]
     kernels: Option<String>,
     /// Write the measurements to a CSV file too, line by line as they come.

@@ -40,7 +40,8 @@ struct KernelArguments {
     /// finishes, or `any`: compiled before and kept, else by NVRTC, else PTX.
     #[arg(long, value_name = "ORIGIN", default_value = "any", value_parser = ["any", "nvrtc", "ptx"])]
     kernels_from: String,
-    /// Use no instruction that only one kind of GPU has: an H100 or H200 then computes as an RTX 50 or GB10 does.
+    /// Use no instruction and no more shared memory than every kind of GPU has: an H100 or H200 then computes as an RTX 50
+    /// or GB10 does.
     #[arg(long)]
     portable_kernels: bool,
 }

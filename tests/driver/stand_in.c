@@ -5,6 +5,7 @@
  *   devices  number of devices             retain   what making a context gives
  *   major    compute capability            module   what loading kernels gives
  *   total    bytes of the device           used     bytes that other programs take of them
+ *   shared   bytes of shared memory that a block may have
  *
  * Memory beyond the total is refused. With -DOLD_LIBRARY all functions are absent that tell more than the version. */
 #include <stdio.h>
@@ -70,14 +71,16 @@ int cuDeviceGetName(char *name, int length, int device) {
     return 0;
 }
 
+enum { MULTIPROCESSORS = 8 };
+
 int cuDeviceGetAttribute(int *value, int which, int device) {
     (void)device;
     switch (which) {
-    case 16: *value = 8; break;          /* multiprocessors */
+    case 16: *value = MULTIPROCESSORS; break;
     case 38: *value = 1 << 20; break;    /* second-level cache */
     case 75: *value = (int)setting("major", 9); break;
     case 76: *value = 0; break;
-    case 97: *value = 227 << 10; break;  /* shared memory of a block */
+    case 97: *value = (int)setting("shared", 227 << 10); break;
     default: *value = 0;
     }
     return 0;
@@ -131,9 +134,9 @@ int cuMemAllocAsync(address *pointer, size_t bytes, void *stream) {
     if (!memory) return 2;
     *(size_t *)memory = bytes;
     __atomic_fetch_add(&taken, bytes, __ATOMIC_RELAXED);
-    /* Not all the same: logits of which all are equal are refused. */
+    /* Not all the same: logits of which all are equal are refused. What is larger than they are is left as it is. */
     float *values = (float *)(memory + HEAD);
-    for (size_t i = 0; i < bytes / sizeof(float); i++) values[i] = (float)(i * 7919 % 1009) / 1009;
+    for (size_t i = 0; i < bytes / sizeof(float) && i < 1 << 22; i++) values[i] = (float)(i * 7919 % 1009) / 1009;
     *pointer = (address)(memory + HEAD);
     return 0;
 }
@@ -208,10 +211,15 @@ MAKES(cuModuleGetFunction, (void **made, void *module, const char *name))
 DOES(cuFuncSetAttribute, (void *function, int which, int value))
 DOES(cuLaunchKernelEx, (const void *config, void *function, void **parameters, void **extra))
 DOES(cuDeviceGetDevResource, (int device, void *resource, int kind))
-DOES(cuDevSmResourceSplitByCount, (void *part, unsigned *n, const void *all, void *rest, unsigned flags, unsigned least))
 MAKES(cuDevResourceGenerateDesc, (void **made, void *resources, unsigned n))
 MAKES(cuGreenCtxCreate, (void **made, void *description, int device, unsigned flags))
 MAKES(cuGreenCtxStreamCreate, (void **made, void *context, unsigned flags, int priority))
+
+int cuDevSmResourceSplitByCount(void *part, unsigned *n, const void *all, void *rest, unsigned flags, unsigned least) {
+    if (least > MULTIPROCESSORS) return 914; /* CUDA_ERROR_INVALID_RESOURCE_CONFIGURATION */
+    ((unsigned *)part)[24] = least; /* sm.smCount of a CUdevResource */
+    return 0;
+}
 
 int cuFuncGetAttribute(int *value, int which, void *function) {
     *value = 0;

@@ -18,11 +18,16 @@ impl Origin {
         [("any", Self::Any), ("nvrtc", Self::Compiler), ("ptx", Self::Ptx)];
 }
 
+/// Shared memory that a block may have on every chip: what compute capability 12.0 and 12.1 allow (CUDA C++ Programming
+/// Guide, technical specifications per compute capability).
+pub const PORTABLE_SHARED_BYTES: u32 = 99 << 10;
+
 /// Which kernels to load.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct KernelChoice {
     /// Where they come from.
     pub origin: Origin,
-    /// Whether only instructions are used that every chip has: an H100 or H200 then runs what an RTX 50 or GB10 does.
+    /// Whether only instructions are used that every chip has, and no more shared memory than [`PORTABLE_SHARED_BYTES`]: an
+    /// H100 or H200 then runs what an RTX 50 or GB10 does.
     pub portable: bool,
 }

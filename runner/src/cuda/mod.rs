@@ -26,7 +26,7 @@ pub mod self_test;
 
 pub use backend::{CudaBackend, CudaTensor};
 pub use cache::CudaCache;
-pub use choice::{KernelChoice, Origin};
+pub use choice::{KernelChoice, Origin, PORTABLE_SHARED_BYTES};
 pub use driver::{Device, DeviceBuffer, View, ViewMut};
 pub use error::CudaError;
 pub use matrix::{ExpertMatrices, Matrix, Pass, Workspace};

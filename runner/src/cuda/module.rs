@@ -14,7 +14,7 @@ use gguf_tools::block::{BlockType, codebook};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
-use super::choice::{KernelChoice, Origin};
+use super::choice::{KernelChoice, Origin, PORTABLE_SHARED_BYTES};
 use super::compiler::{compile, compiler};
 use super::driver::{Arguments, Device, Kernel, Launch, Module};
 use super::error::CudaError;
@@ -225,12 +225,13 @@ pub struct Gpu {
 }
 
 impl Gpu {
-    /// Opens a device and loads its kernels.
+    /// Opens a device and loads its kernels. With kernels for any chip, blocks have no more shared memory than on any.
     ///
     /// # Errors
     /// As [`Device::open`] and [`Kernels::load`].
     pub fn open(ordinal: usize, choice: KernelChoice) -> Result<Self, CudaError> {
         let device = Device::open(ordinal)?;
+        let device = if choice.portable { device.with_shared_memory(PORTABLE_SHARED_BYTES) } else { device };
         let kernels = Kernels::load(&device, choice)?;
         Ok(Self { device, kernels })
     }

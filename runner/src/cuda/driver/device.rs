@@ -24,7 +24,7 @@ pub struct DeviceFacts {
     pub n_multiprocessors: u32,
     /// Bytes of device memory.
     pub total_bytes: usize,
-    /// Most bytes of shared memory a block.
+    /// Most bytes of shared memory of a block, declared by a kernel or asked for by a launch.
     pub shared_bytes: u32,
     /// Bytes of the second-level cache.
     pub l2_bytes: u32,
@@ -149,6 +149,14 @@ impl Device {
         let facts = DeviceFacts { n_multiprocessors: found, ..(*self.facts).clone() };
         let stream = Stream::new(handle, None, Arc::clone(&self.stream.context));
         Ok(Self { stream: Arc::new(stream), facts: Arc::new(facts), profile: Arc::default() })
+    }
+
+    /// The same device, of which no block may have more than so many bytes of shared memory: kernels are chosen as on a chip
+    /// that has no more, and a launch that asks for more fails.
+    pub fn with_shared_memory(self, bytes: u32) -> Self {
+        let shared_bytes = self.facts.shared_bytes.min(bytes);
+        let facts = DeviceFacts { shared_bytes, ..(*self.facts).clone() };
+        Self { facts: Arc::new(facts), ..self }
     }
 
     /// The device's numbers.

@@ -43,7 +43,7 @@ impl Device {
             return Ok(());
         }
         self.bind()?;
-        kernel.allow_shared(shape.shared_bytes)?;
+        kernel.allow_shared(shape.shared_bytes, self.facts.shared_bytes)?;
         let Arguments { mut words, offsets } = arguments;
         let base = words.as_mut_ptr();
         // SAFETY: every offset is within `words`, which outlives the call.
@@ -126,9 +126,9 @@ impl Module {
         let which = sys::CUfunction_attribute::CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES;
         // SAFETY: the function was just found.
         let declared = step(&what, unsafe { result::function::get_function_attribute(handle, which) })?;
-        let allowed = PLAIN_SHARED_BYTES.saturating_sub(u32::try_from(declared).unwrap_or(0));
-        let allowed = Arc::new(AtomicU32::new(allowed));
-        Ok(Kernel { handle, module: Arc::clone(&self.inner), name: Arc::from(name), allowed })
+        let declared = u32::try_from(declared).unwrap_or(0);
+        let allowed = Arc::new(AtomicU32::new(PLAIN_SHARED_BYTES.saturating_sub(declared)));
+        Ok(Kernel { handle, module: Arc::clone(&self.inner), name: Arc::from(name), declared, allowed })
     }
 }
 
@@ -138,6 +138,8 @@ pub struct Kernel {
     handle: sys::CUfunction,
     module: Arc<ModuleHandle>,
     name: Arc<str>,
+    /// Shared memory that the kernel declares.
+    declared: u32,
     /// Dynamic shared memory that launches may use.
     allowed: Arc<AtomicU32>,
 }
@@ -159,8 +161,16 @@ impl Kernel {
         &self.name
     }
 
-    /// Lets launches use up to `bytes` of dynamic shared memory.
-    fn allow_shared(&self, bytes: u32) -> Result<(), CudaError> {
+    /// Lets launches use up to `bytes` of dynamic shared memory, where a block may have `most` in all.
+    fn allow_shared(&self, bytes: u32, most: u32) -> Result<(), CudaError> {
+        let all = u64::from(bytes) + u64::from(self.declared);
+        if all > u64::from(most) {
+            return Err(CudaError::Shape {
+                what: format!("kernel `{}`", self.name),
+                found: format!("{all} bytes of shared memory a block"),
+                expected: format!("at most {most}, which is what the device has"),
+            });
+        }
         if bytes <= self.allowed.load(Ordering::Relaxed) {
             return Ok(());
         }

@@ -51,7 +51,7 @@ pub fn kernel_times(gpu: &Gpu, wanted: &str, report: &mut dyn FnMut(&KernelTime)
     bench.all()?;
     // A stream of a part of the device; everything before must be done, for streams do not wait for each other.
     gpu.device.synchronize()?;
-    bench.gpu = restricted(gpu, 48)?;
+    bench.gpu = restricted(gpu)?;
     bench.all()
 }
 
