@@ -14,17 +14,17 @@
 //! 4.5 compressor, 4.6 indexer, 4.7 experts, 5 state, 7 rounding.
 
 use std::ops::Range;
-use std::sync::Arc;
 
 use gguf_tools::model::HyperParameters;
 
 use crate::error::RunnerError;
+use crate::layer::Layer;
 use crate::observe::{
     ExpertObservation, IndexObservation, Observation, Observer, RouteObservation, Site, TokenPlace,
 };
 use crate::ops::{
-    Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    Numerics, Piece, RowPlaces, Selection, SharedTap, SublayerInput,
+    Backend, CacheShape, CompressedRows, ExpertTap, HyperConnection, HyperConstants, NewCompressed, NewRows,
+    Numerics, Piece, Queries, RowPlaces, Selection, SharedTap, SublayerInput,
 };
 
 /// Tokens that go through the layers together, of one or several sequences.
@@ -177,77 +177,6 @@ impl<B: Backend> Pass<'_, B> {
         }
         Ok(())
     }
-}
-
-/// A compressor with its projections, (4.5). `e`: width of its rows, doubled where windows overlap.
-pub(crate) struct CompressorWeights<B: Backend> {
-    /// `[e or 2e, D]`.
-    pub(crate) values: B::Matrix,
-    /// `[e or 2e, D]`.
-    pub(crate) gates: B::Matrix,
-    pub(crate) rest: Compressor<B>,
-}
-
-/// The lightning indexer of a ratio-4 layer, (4.6).
-pub(crate) struct IndexerWeights<B: Backend> {
-    /// `[index heads * index width, q_lora]`.
-    pub(crate) queries: B::Matrix,
-    /// `[index heads, D]`.
-    pub(crate) head_weights: B::Matrix,
-    pub(crate) compressor: CompressorWeights<B>,
-}
-
-/// Attention of one layer, (4.4).
-pub(crate) struct AttentionWeights<B: Backend> {
-    /// `[q_lora, D]`.
-    pub(crate) q_a: B::Matrix,
-    pub(crate) q_norm: B::Vector,
-    /// `[H * d, q_lora]`.
-    pub(crate) q_b: B::Matrix,
-    /// `[d, D]`.
-    pub(crate) kv: B::Matrix,
-    pub(crate) kv_norm: B::Vector,
-    /// `[H]`.
-    pub(crate) sinks: B::Vector,
-    /// `[G * o_lora, H * d / G]`.
-    pub(crate) output_a: B::Matrix,
-    /// `[D, G * o_lora]`.
-    pub(crate) output_b: B::Matrix,
-    pub(crate) compressor: Option<CompressorWeights<B>>,
-    pub(crate) indexer: Option<IndexerWeights<B>>,
-    pub(crate) rope: Arc<B::Rope>,
-}
-
-impl<B: Backend> AttentionWeights<B> {
-    /// All matrices that the layer's input is multiplied with.
-    fn inputs(&self) -> Vec<&B::Matrix> {
-        let mut matrices = vec![&self.q_a, &self.kv];
-        matrices.extend(self.compressor.iter().flat_map(|c| [&c.values, &c.gates]));
-        matrices.extend(
-            self.indexer.iter().flat_map(|i| [&i.compressor.values, &i.compressor.gates, &i.head_weights]),
-        );
-        matrices
-    }
-}
-
-/// Router and experts of one layer, (4.7).
-pub(crate) struct FfnWeights<B: Backend> {
-    /// `[E, D]`.
-    pub(crate) router: B::Matrix,
-    pub(crate) rule: B::RouterRule,
-    /// `E` of `[F, D]`, `[F, D]`, `[D, F]`.
-    pub(crate) experts: B::Experts,
-    pub(crate) shared: GatedFfn<B::Matrix>,
-}
-
-/// One layer.
-pub(crate) struct Layer<B: Backend> {
-    pub(crate) attention_mix: HyperConnection<B>,
-    pub(crate) attention_norm: B::Vector,
-    pub(crate) attention: AttentionWeights<B>,
-    pub(crate) ffn_mix: HyperConnection<B>,
-    pub(crate) ffn_norm: B::Vector,
-    pub(crate) ffn: FfnWeights<B>,
 }
 
 /// The model: weights of all layers and the constants they are used with.
@@ -420,32 +349,6 @@ impl<B: Backend> Network<B> {
         let compressor = a.compressor.as_ref().map(|c| (&c.rest, next(), next()));
         let indexer = a.indexer.as_ref().map(|i| (&i.compressor.rest, next(), next(), next()));
 
-        // (4.4.3) kv [C, d], key and value of all heads; (4.5) compressed rows
-        b.beside(&mut || {
-            let mut kv = b.rms_norm(&key_value, &a.kv_norm, epsilon)?;
-            pass.see(b, Site::KeyValueNorm, at, places, &kv)?;
-            b.kv_finish(&mut kv, &a.rope, row_places.clone(), pass.numerics)?;
-            pass.see(b, Site::WindowRow, at, places, &kv)?;
-            // (5.1) A row is in the window before its own query attends to it, and so is a row that it completes.
-            for piece in &part.pieces {
-                let cache = &mut caches[piece.sequence];
-                let on_device = row_places.part(&piece.rows);
-                b.append_window(cache, &kv, piece, on_device.clone())?;
-                let mut compress = |target, rest, values, gates| {
-                    let at = on_device.clone();
-                    let numerics = pass.numerics;
-                    b.compress(cache, target, values, gates, piece, at, rest, &a.rope, epsilon, numerics)
-                };
-                if let Some((rest, values, gates)) = &compressor {
-                    compress(CompressedRows::Attention, rest, values, gates)?;
-                }
-                if let Some((rest, values, gates, _)) = &indexer {
-                    compress(CompressedRows::Indexer, rest, values, gates)?;
-                }
-            }
-            Ok(())
-        })?;
-
         // (4.4.1) qr [C, q_lora]; (4.4.2) q [C, H * d]; (4.6.1) index queries [C, index heads * index width]
         let mut matrices = vec![&a.q_b];
         matrices.extend(a.indexer.iter().map(|i| &i.queries));
@@ -456,12 +359,34 @@ impl<B: Backend> Network<B> {
         } else {
             b.normed_linear_many(&query, &a.q_norm, epsilon, &matrices)?.into_iter()
         };
-        let mut q = products.next().expect("one product for each matrix");
-        let mut index_q = products.next();
-        let index_heads = index_q.as_mut().map(|queries| (queries, h.index_head_dim as usize));
-        let at_rows = row_places.clone();
-        b.finish_queries(&mut q, head_dim, epsilon, index_heads, &a.rope, at_rows, pass.numerics)?;
-        b.together()?;
+        let (mut q, mut index_q) = (products.next().expect("one product for each matrix"), products.next());
+        let mut compressed = Vec::new();
+        if let Some((weights, values, gates)) = &compressor {
+            compressed.push(NewCompressed { target: CompressedRows::Attention, weights, values, gates });
+        }
+        if let Some((weights, values, gates, _)) = &indexer {
+            compressed.push(NewCompressed { target: CompressedRows::Indexer, weights, values, gates });
+        }
+        let rows = NewRows { key_value: &key_value, norm: &a.kv_norm, epsilon, compressed };
+        let touched = pass.touches(Site::KeyValueNorm, at) || pass.touches(Site::WindowRow, at);
+        let numerics = pass.numerics;
+        let mut queries = Queries {
+            heads: &mut q,
+            head_dim,
+            epsilon,
+            index: index_q.as_mut().map(|queries| (queries, h.index_head_dim as usize)),
+        };
+        let at_once = match &part.pieces[..] {
+            [piece] if !touched => {
+                let (cache, place) = (&mut caches[piece.sequence], row_places.part(&piece.rows));
+                b.finish_at_once(queries.again(), cache, &rows, piece, place, &a.rope, numerics)?
+            }
+            _ => false,
+        };
+        if !at_once {
+            self.append(b, index, &rows, part, row_places, caches, pass)?;
+            b.finish_queries(queries, &a.rope, row_places.clone(), numerics)?;
+        }
 
         let mut o = b.room(places.len(), h.num_attention_heads as usize * head_dim)?;
         for piece in &part.pieces {
@@ -492,6 +417,36 @@ impl<B: Backend> Network<B> {
         let u = b.linear_grouped(&o, &a.output_a, h.o_groups as usize)?;
         pass.see(b, Site::OutputLora, at, places, &u)?;
         linear(b, &u, &a.output_b)
+    }
+
+    /// (4.4.3) kv `[C, d]`, key and value of all heads, and (4.5) compressed rows go to the caches, (5.1): a row is there before
+    /// its own query attends to it, and so is one that it completes.
+    #[expect(clippy::too_many_arguments, reason = "a layer, a batch and how to run it")]
+    fn append(
+        &self,
+        b: &B,
+        index: usize,
+        rows: &NewRows<'_, B>,
+        part: &Batch,
+        row_places: &RowPlaces<'_, B>,
+        caches: &mut [B::Cache],
+        pass: &mut Pass<'_, B>,
+    ) -> Result<(), RunnerError> {
+        let (a, epsilon, numerics) = (&self.layers[index].attention, rows.epsilon, pass.numerics);
+        let (at, places) = (Some(index), &part.places[..]);
+        let mut kv = b.rms_norm(rows.key_value, rows.norm, epsilon)?;
+        pass.see(b, Site::KeyValueNorm, at, places, &kv)?;
+        b.kv_finish(&mut kv, &a.rope, row_places.clone(), numerics)?;
+        pass.see(b, Site::WindowRow, at, places, &kv)?;
+        for piece in &part.pieces {
+            let (cache, on_device) = (&mut caches[piece.sequence], row_places.part(&piece.rows));
+            b.append_window(cache, &kv, piece, on_device.clone())?;
+            for &NewCompressed { target, weights, values, gates } in &rows.compressed {
+                let place = on_device.clone();
+                b.compress(cache, target, values, gates, piece, place, weights, &a.rope, epsilon, numerics)?;
+            }
+        }
+        Ok(())
     }
 
     /// (4.7) Routed experts and the shared one, whose outputs are still to be added. `x`, results: `[T, D]`.

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use gguf_tools::model::{HyperParameters, TensorTable};
 
 use crate::error::RunnerError;
-use crate::forward::{AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights, Layer, Network};
+use crate::forward::Network;
+use crate::layer::{AttentionWeights, CompressorWeights, FfnWeights, IndexerWeights, Layer};
 use crate::ops::{Backend, Compressor, GatedFfn, HyperConnection, MatrixPlace, RouterRule};
 use crate::rotary::{compressed_rope, plain_rope};
 use crate::weights::{FoundTensor, WeightSource, check_shape};

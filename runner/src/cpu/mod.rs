@@ -32,8 +32,8 @@ use self::plain::Sums;
 use crate::error::RunnerError;
 use crate::ops::{
     ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn,
-    HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing,
-    RowPlaces, Selection, SharedTap, SublayerInput, Work,
+    HyperConnection, HyperConstants, MatrixPlace, Mix, Numerics, Piece, Queries, Recorded, Rope, RouterRule,
+    Routing, RowPlaces, Selection, SharedTap, SublayerInput, Work,
 };
 use crate::weights::WeightSource;
 
@@ -439,14 +439,12 @@ impl Backend for CpuBackend {
 
     fn finish_queries(
         &self,
-        queries: &mut CpuTensor,
-        head_dim: usize,
-        epsilon: f32,
-        index: Option<(&mut CpuTensor, usize)>,
+        queries: Queries<'_, Self>,
         rope: &CpuRope,
         places: RowPlaces<'_, Self>,
         numerics: Numerics,
     ) -> Result<(), RunnerError> {
+        let Queries { heads: queries, head_dim, epsilon, index } = queries;
         let width = queries.width;
         for_rows(&mut queries.values, width, 2 * width, |token, row| {
             let angles = rope.angles(places.positions()[token]);

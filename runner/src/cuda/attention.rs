@@ -6,7 +6,7 @@ use super::driver::{Arguments, Launch, View, ViewMut};
 use super::error::CudaError;
 use super::pool::PoolBuffer;
 use crate::error::RunnerError;
-use crate::ops::{CompressedRows, Compressor, Numerics, Piece, RowPlaces, Selection};
+use crate::ops::{CompressedRows, Compressor, Numerics, Piece, Queries, RowPlaces, Selection};
 
 /// Keys whose softmax is computed alone, as in the kernels.
 const KEYS_PER_PART: usize = 28;
@@ -26,8 +26,10 @@ const ROWS_PER_BLOCK: usize = 32;
 /// Index rows and queries of a block of the tensor-core kernel.
 const TILE_ROWS: usize = 256;
 const TILE_QUERIES: usize = 32;
+/// Most threads of a block that makes a compressed row.
+pub(super) const EMITTING_THREADS: usize = 256;
 /// Warps of a block whose warps work alone.
-const WARPS: usize = 8;
+pub(super) const WARPS: usize = 8;
 /// Tokens up to which the parts of a query are computed by blocks of their own: the bits are the same.
 const SPLIT_TOKENS: usize = 4;
 
@@ -47,22 +49,28 @@ fn write_rows(arguments: Arguments, rows: &mut Rows) -> Arguments {
 }
 
 /// Factor of the normalised Walsh-Hadamard matrix.
-fn hadamard_factor(width: usize) -> f32 {
+pub(super) fn hadamard_factor(width: usize) -> f32 {
     (1.0 / (width as f64).sqrt()) as f32
 }
 
+/// How compressed rows are rounded, as in the kernels.
+pub(super) fn rounding_of(numerics: Numerics, target: CompressedRows) -> u32 {
+    match (numerics, target) {
+        (Numerics::Exact, _) => 0,
+        (Numerics::Official, CompressedRows::Attention) => 1,
+        (Numerics::Official, CompressedRows::Indexer) => 2,
+    }
+}
+
 impl CudaBackend {
-    #[expect(clippy::too_many_arguments, reason = "the operation's arguments")]
     pub(super) fn finish_heads(
         &self,
-        queries: &mut CudaTensor,
-        head_dim: usize,
-        epsilon: f32,
-        index: Option<(&mut CudaTensor, usize)>,
+        queries: Queries<'_, Self>,
         rope: &CudaRope,
         places: &RowPlaces<'_, Self>,
         numerics: Numerics,
     ) -> Result<(), RunnerError> {
+        let Queries { heads: queries, head_dim, epsilon, index } = queries;
         let (tokens, n_heads) = (queries.tokens, queries.width / head_dim);
         let arguments = Arguments::new().write(&queries.values.view_mut());
         let Some((index_queries, width)) = index else {
@@ -144,14 +152,9 @@ impl CudaBackend {
     ) -> Result<(), RunnerError> {
         let ratio = cache.shape.ratio;
         let store = cache.compressor_mut(target);
-        let rounding = match (numerics, target) {
-            (Numerics::Exact, _) => 0,
-            (Numerics::Official, CompressedRows::Attention) => 1,
-            (Numerics::Official, CompressedRows::Indexer) => 2,
-        };
         let name = format!("emit_rows_{}", store.rows.suffix());
         let width = store.width;
-        let threads = width.next_multiple_of(32).min(512) as u32;
+        let threads = width.next_multiple_of(32).min(EMITTING_THREADS) as u32;
         let most_windows = piece.rows.len() / ratio + 1;
         let shape = Launch::new(most_windows, threads).shared((width * size_of::<f32>()) as u32);
         let arguments = Arguments::new()
@@ -170,7 +173,7 @@ impl CudaBackend {
             .int(usize::from(overlapping(ratio)))
             .int(rope.frequencies.len())
             .float(epsilon)
-            .int(rounding)
+            .int(rounding_of(numerics, target) as usize)
             .float(hadamard_factor(width));
         self.launch("compressor", &name, shape, arguments)
     }

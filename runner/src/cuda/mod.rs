@@ -23,6 +23,8 @@ mod operations;
 mod plan;
 mod pool;
 pub mod self_test;
+mod taps;
+mod token;
 
 pub use backend::{CudaBackend, CudaTensor};
 pub use cache::CudaCache;

@@ -1,7 +1,6 @@
 //! The model's operations, queued on the device.
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -13,12 +12,13 @@ use super::backend::{
 use super::cache::CudaCache;
 use super::driver::{Arguments, Beside, Launch};
 use super::hyper::turns;
-use super::matrix::{ExpertMatrices, Matrix, Norm, Pass, Routed};
+use super::matrix::{Before, ExpertMatrices, Matrix, Pass, Routed};
+use super::taps::show_experts;
 use crate::error::RunnerError;
 use crate::ops::{
     Backend, CacheShape, CompressedRows, Compressor, ExpertTap, GatedFfn, HyperConnection, HyperConstants,
-    MatrixPlace, Mix, Numerics, Piece, Recorded, Rope, RouterRule, Routing, RowPlaces, Selection, SharedTap,
-    SublayerInput, Work,
+    MatrixPlace, Mix, NewRows, Numerics, Piece, Queries, Recorded, Rope, RouterRule, Routing, RowPlaces,
+    Selection, SharedTap, SublayerInput, Work,
 };
 use crate::weights::WeightSource;
 
@@ -378,8 +378,8 @@ impl Backend for CudaBackend {
             }
             let views = outputs.iter_mut().map(|output| output.values.view_mut());
             let products: Vec<_> = matrices.iter().copied().zip(views).collect();
-            let norm = Norm { weights: weights.values.view(), epsilon };
-            if Matrix::normed_products(&self.gpu, input.values.view(), norm, &products)? {
+            let before = Before::Norm { weights: weights.values.view(), epsilon };
+            if Matrix::products_behind(&self.gpu, input.values.view(), before, &products)? {
                 return Ok(outputs);
             }
         }
@@ -418,15 +418,12 @@ impl Backend for CudaBackend {
 
     fn finish_queries(
         &self,
-        queries: &mut CudaTensor,
-        head_dim: usize,
-        epsilon: f32,
-        index: Option<(&mut CudaTensor, usize)>,
+        queries: Queries<'_, Self>,
         rope: &CudaRope,
         places: RowPlaces<'_, Self>,
         numerics: Numerics,
     ) -> Result<(), RunnerError> {
-        self.finish_heads(queries, head_dim, epsilon, index, rope, &places, numerics)
+        self.finish_heads(queries, rope, &places, numerics)
     }
 
     fn kv_finish(
@@ -464,6 +461,19 @@ impl Backend for CudaBackend {
     ) -> Result<(), RunnerError> {
         self.emit_rows(cache, target, values, gates, piece, &places, weights, rope, epsilon, numerics)?;
         self.keep_tokens(cache, target, values, gates, piece, &places)
+    }
+
+    fn finish_at_once(
+        &self,
+        queries: Queries<'_, Self>,
+        cache: &mut CudaCache,
+        rows: &NewRows<'_, Self>,
+        piece: &Piece,
+        places: RowPlaces<'_, Self>,
+        rope: &CudaRope,
+        numerics: Numerics,
+    ) -> Result<bool, RunnerError> {
+        self.finish_token(queries, cache, rows, piece, &places, rope, numerics)
     }
 
     fn index_topk(
@@ -569,6 +579,14 @@ impl Backend for CudaBackend {
         let mut products = self.linear_many(input, &[&expert.gate, &expert.up])?.into_iter();
         let mut mid = products.next().expect("one product a matrix");
         let up = products.next().expect("one product a matrix");
+        if tap.is_none() && self.pass() == Pass::Decode && mid.tokens == 1 {
+            let mut output = self.tensor(1, expert.down.rows())?;
+            let before = Before::Gate { up: up.values.view(), limit };
+            let products = [(&expert.down, output.values.view_mut())];
+            if Matrix::products_behind(&self.gpu, mid.values.view(), before, &products)? {
+                return Ok(output);
+            }
+        }
         let n = mid.values.len();
         let arguments =
             Arguments::new().write(&mid.values.view_mut()).read(up.values.view()).int(n).float(limit);
@@ -577,29 +595,5 @@ impl Backend for CudaBackend {
             tap(&self.read(&mid)?);
         }
         Ok(self.product(&mid, &expert.down, 1)?)
-    }
-}
-
-/// Shows each expert's work, experts ascending, rows ascending within. `inputs`: `[tokens, width]`;
-/// `mids`: `[tokens, n_used, inner]`.
-fn show_experts(
-    tap: &mut ExpertTap<'_>,
-    routing: &Routing,
-    inputs: &[f32],
-    width: usize,
-    mids: &[f32],
-    inner: usize,
-) {
-    let mut slots_of: BTreeMap<u32, Vec<usize>> = BTreeMap::new();
-    for (slot, &expert) in routing.experts.iter().enumerate() {
-        slots_of.entry(expert).or_default().push(slot);
-    }
-    for (expert, slots) in slots_of {
-        let rows: Vec<usize> = slots.iter().map(|slot| slot / routing.n_used).collect();
-        let weights: Vec<f32> = slots.iter().map(|&slot| routing.weights[slot]).collect();
-        let gathered: Vec<f32> =
-            rows.iter().flat_map(|row| &inputs[row * width..][..width]).copied().collect();
-        let mids: Vec<f32> = slots.iter().flat_map(|slot| &mids[slot * inner..][..inner]).copied().collect();
-        tap(expert as usize, &rows, &weights, &gathered, &mids);
     }
 }

@@ -12,8 +12,8 @@ use crate::cpu::CpuBackend;
 use crate::cuda::CudaBackend;
 use crate::error::RunnerError;
 use crate::ops::{
-    ActivationPrecision, Backend, GatedFfn, HyperConnection, HyperConstants, MatrixPlace, Numerics, Rope,
-    RouterRule, RowPlaces, SublayerInput, Work,
+    ActivationPrecision, Backend, GatedFfn, HyperConnection, HyperConstants, MatrixPlace, Numerics, Queries,
+    Rope, RouterRule, RowPlaces, SublayerInput, Work,
 };
 use crate::session::Options;
 use crate::weights::open_source;
@@ -186,7 +186,8 @@ impl Operation {
                 let places = b.places(&vec![0; tokens], &positions)?;
                 let rope = b.rope(rope(32.min(width / 2)))?;
                 let at = RowPlaces { batch: &places, rows: 0..tokens };
-                b.finish_queries(&mut q, width, 1e-6, None, &rope, at, Numerics::Exact)?;
+                let queries = Queries { heads: &mut q, head_dim: width, epsilon: 1e-6, index: None };
+                b.finish_queries(queries, &rope, at, Numerics::Exact)?;
                 Ok(vec![("queries", heads * width, lab.read(&q)?)])
             }
             Self::KeyValues { tokens, width, numerics } => {
@@ -203,8 +204,10 @@ impl Operation {
                 let mut index = lab.noise(1, tokens, heads * width)?;
                 let places = b.places(&vec![0; tokens], &positions(tokens))?;
                 let (rope, at) = (b.rope(rope(32))?, RowPlaces { batch: &places, rows: 0..tokens });
-                let both = Some((&mut index, width));
-                b.finish_queries(&mut q, HEAD_DIM, 1e-6, both, &rope, at, numerics)?;
+                let index_queries = Some((&mut index, width));
+                let queries =
+                    Queries { heads: &mut q, head_dim: HEAD_DIM, epsilon: 1e-6, index: index_queries };
+                b.finish_queries(queries, &rope, at, numerics)?;
                 Ok(vec![
                     ("queries", HEADS * HEAD_DIM, lab.read(&q)?),
                     ("index queries", heads * width, lab.read(&index)?),
@@ -276,7 +279,11 @@ impl Operation {
                     down: lab.random(block_type, width, inner, 4)?,
                 };
                 let x = lab.noise(1, tokens, width)?;
-                Ok(vec![("shared expert", width, lab.read(&b.shared_expert(&x, &expert, 10.0, None)?)?)])
+                let output = lab.read(&b.shared_expert(&x, &expert, 10.0, None)?)?;
+                // Who is shown the activations has them computed apart.
+                let shown = lab.read(&b.shared_expert(&x, &expert, 10.0, Some(&mut |_| {}))?)?;
+                let difference = output.iter().zip(shown).map(|(one, other)| one - other).collect();
+                Ok(vec![("shared expert", width, output), (DIFFERENCE, 1, difference)])
             }
             Self::Experts { types, tokens, experts, used, width, inner } => {
                 let sources = [(types[0], inner, width), (types[1], inner, width), (types[2], width, inner)];

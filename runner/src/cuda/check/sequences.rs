@@ -5,8 +5,8 @@ use super::source::noise;
 use super::{Report, SelfTest, Tolerance, Verdict, compare, same_bits};
 use crate::error::RunnerError;
 use crate::ops::{
-    ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, Numerics, Piece, RowPlaces,
-    Selection, Work,
+    ActivationPrecision, Backend, CacheShape, CompressedRows, Compressor, NewCompressed, NewRows, Numerics,
+    Piece, Queries, RowPlaces, Selection, Work,
 };
 
 /// Rows stored as `f16`.
@@ -61,6 +61,7 @@ impl SequenceOf {
             position_bias: b.vector(noise(8, ratio.max(1) * 2 * INDEX_WIDTH))?,
             norm: b.vector(noise(9, INDEX_WIDTH))?,
         };
+        let kv_norm = b.vector(noise(14, width))?;
         let sinks = b.vector(noise(10, self.heads))?;
         let queries = noise(11, self.attending * self.heads * width);
         let index_noise = noise(12, self.attending * INDEX_HEADS * INDEX_WIDTH);
@@ -75,32 +76,62 @@ impl SequenceOf {
             let at = RowPlaces { batch: &places, rows: 0..len };
             let piece = Piece { rows: 0..len, sequence: 0, position: first };
             let part = |tensor: &B::Tensor| b.rows(tensor, range.clone());
-            let mut rows = part(&kv)?;
-            b.kv_finish(&mut rows, &rope, at.clone(), self.numerics)?;
-            b.append_window(&mut cache, &rows, &piece, at.clone())?;
-            let compress = |cache: &mut B::Cache, target, values, gates, weights| {
-                let (values, gates) = (part(values)?, part(gates)?);
-                let place = at.clone();
-                b.compress(cache, target, &values, &gates, &piece, place, weights, &rope, 1e-6, self.numerics)
-            };
+            let (key_value, values, gates) = (part(&kv)?, part(&values)?, part(&gates)?);
+            let (index_values, index_gates) = (part(&index_values)?, part(&index_gates)?);
+            let mut compressed = Vec::new();
             if ratio != 0 {
-                compress(&mut cache, CompressedRows::Attention, &values, &gates, &compressor)?;
+                let (target, weights) = (CompressedRows::Attention, &compressor);
+                compressed.push(NewCompressed { target, weights, values: &values, gates: &gates });
             }
             if ratio == 4 {
+                let (target, weights) = (CompressedRows::Indexer, &index_compressor);
                 let (values, gates) = (&index_values, &index_gates);
-                compress(&mut cache, CompressedRows::Indexer, values, gates, &index_compressor)?;
+                compressed.push(NewCompressed { target, weights, values, gates });
             }
-            if first >= n - self.attending {
-                let from = first - (n - self.attending);
+            let rows = NewRows { key_value: &key_value, norm: &kv_norm, epsilon: 1e-6, compressed };
+
+            let attends = first >= n - self.attending;
+            let from = first.saturating_sub(n - self.attending);
+            let queries_of = |values: &[f32], width: usize| {
+                if attends {
+                    lab.tensor(&values[from * width..(from + len) * width], width)
+                } else {
+                    b.zeros(len, width)
+                }
+            };
+            let mut q = queries_of(&queries, self.heads * width)?;
+            let mut index_q =
+                (ratio == 4).then(|| queries_of(&index_queries, INDEX_HEADS * INDEX_WIDTH)).transpose()?;
+            let mut finishing = Queries {
+                heads: &mut q,
+                head_dim: width,
+                epsilon: 1e-6,
+                index: index_q.as_mut().map(|queries| (queries, INDEX_WIDTH)),
+            };
+            let (place, numerics) = (at.clone(), self.numerics);
+            if !b.finish_at_once(finishing.again(), &mut cache, &rows, &piece, place, &rope, numerics)? {
+                let mut kv = b.rms_norm(&key_value, &kv_norm, rows.epsilon)?;
+                b.kv_finish(&mut kv, &rope, at.clone(), numerics)?;
+                b.append_window(&mut cache, &kv, &piece, at.clone())?;
+                for &NewCompressed { target, weights, values, gates } in &rows.compressed {
+                    let (place, cache) = (at.clone(), &mut cache);
+                    b.compress(
+                        cache,
+                        target,
+                        values,
+                        gates,
+                        &piece,
+                        place,
+                        weights,
+                        &rope,
+                        rows.epsilon,
+                        numerics,
+                    )?;
+                }
+                b.finish_queries(finishing, &rope, at.clone(), numerics)?;
+            }
+            if attends {
                 let cut = |values: &[f32], width: usize| values[from * width..(from + len) * width].to_vec();
-                let mut q = lab.tensor(&cut(&queries, self.heads * width), self.heads * width)?;
-                let index_width = INDEX_HEADS * INDEX_WIDTH;
-                let mut index_q = match ratio {
-                    4 => Some(lab.tensor(&cut(&index_queries, index_width), index_width)?),
-                    _ => None,
-                };
-                let index = index_q.as_mut().map(|queries| (queries, INDEX_WIDTH));
-                b.finish_queries(&mut q, width, 1e-6, index, &rope, at.clone(), self.numerics)?;
                 let selection = match (ratio, index_q) {
                     (0, _) => Selection::None,
                     (_, Some(q)) => {

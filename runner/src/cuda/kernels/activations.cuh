@@ -114,10 +114,14 @@ static __device__ __forceinline__ void round_row_to_fp8(float* row, int plain) {
     }
 }
 
-static __device__ __forceinline__ void rotate_row(float* row, int width, const float* frequencies, int n_rotary, int position) {
+template <typename Angle>
+static __device__ __forceinline__ void rotate_row(float* row, int width, const Angle& angle, int n_rotary) {
     float2* pairs = (float2*)(row + width - 2 * n_rotary);
-    for (int i = threadIdx.x; i < n_rotary; i += blockDim.x)
-        pairs[i] = rotate(pairs[i], rotary_angle(position, frequencies[i]));
+    for (int i = threadIdx.x; i < n_rotary; i += blockDim.x) pairs[i] = rotate(pairs[i], angle(i));
+}
+
+static __device__ __forceinline__ void rotate_row(float* row, int width, const float* frequencies, int n_rotary, int position) {
+    rotate_row(row, width, [&](int i) { return rotary_angle(position, frequencies[i]); }, n_rotary);
 }
 
 // Hadamard rotation and FP4 rounding of a row in shared memory, by one warp.
@@ -132,21 +136,64 @@ static __device__ __forceinline__ void rotate_and_round_row(float* row, float fa
     for (int i = 0; i < N; i++) row[lane * N + i] = v[i];
 }
 
-// (4.4.2) Unweighted norm and rotation of a head, by one warp.
-static __device__ __forceinline__ void finish_query(
-    float* query, const float* frequencies, int position, int head_dim, int n_rotary, float epsilon) {
+// Pairs of a lane that are on their way together.
+#define PAIRS_AT_ONCE 8
+
+// (4.4.2) Unweighted norm and rotation of a head, by one warp. `angle(i)`: that of rotary pair i.
+template <typename Angle>
+static __device__ __forceinline__ void finish_query(float* query, const Angle& angle, int head_dim, int n_rotary, float epsilon) {
     float2* head = (float2*)query;
     int lane = threadIdx.x & 31, n_pairs = head_dim / 2, plain = n_pairs - n_rotary;
     float sum = 0.0f;
-    for (int i = lane; i < n_pairs; i += 32) sum = fmaf(head[i].x, head[i].x, fmaf(head[i].y, head[i].y, sum));
+    float2 early[PAIRS_AT_ONCE];
+#pragma unroll
+    for (int k = 0; k < PAIRS_AT_ONCE; k++)
+        if (lane + 32 * k < n_pairs) early[k] = head[lane + 32 * k];
+#pragma unroll
+    for (int k = 0; k < PAIRS_AT_ONCE; k++)
+        if (lane + 32 * k < n_pairs) sum = fmaf(early[k].x, early[k].x, fmaf(early[k].y, early[k].y, sum));
+    for (int i = lane + 32 * PAIRS_AT_ONCE; i < n_pairs; i += 32) sum = fmaf(head[i].x, head[i].x, fmaf(head[i].y, head[i].y, sum));
     float factor = inverse_rms(warp_sum(sum), head_dim, epsilon);
-    for (int i = lane; i < n_pairs; i += 32) {
-        float2 pair = head[i];
+    auto finish = [&](int i, float2 pair) {
         pair.x *= factor;
         pair.y *= factor;
-        if (i >= plain) pair = rotate(pair, rotary_angle(position, frequencies[i - plain]));
+        if (i >= plain) pair = rotate(pair, angle(i - plain));
         head[i] = pair;
+    };
+#pragma unroll
+    for (int k = 0; k < PAIRS_AT_ONCE; k++)
+        if (lane + 32 * k < n_pairs) finish(lane + 32 * k, early[k]);
+    for (int i = lane + 32 * PAIRS_AT_ONCE; i < n_pairs; i += 32) finish(i, head[i]);
+}
+
+static __device__ __forceinline__ void finish_query(
+    float* query, const float* frequencies, int position, int head_dim, int n_rotary, float epsilon) {
+    finish_query(query, [&](int i) { return rotary_angle(position, frequencies[i]); }, head_dim, n_rotary, epsilon);
+}
+
+// (4.6.1) Rotation of a head, then Hadamard rotation and rounding, by one warp, N values a lane.
+template <int N, typename Angle>
+static __device__ __forceinline__ void finish_index_query(
+    float* query, const Angle& angle, int n_rotary, int official, float hadamard_factor) {
+    int lane = threadIdx.x & 31;
+    float v[N], *head = query + lane * N;
+#pragma unroll
+    for (int i = 0; i < N; i += 2) {
+        float2 pair = *(const float2*)(head + i);
+        int rotary = lane * N + i - (32 * N - 2 * n_rotary);
+        if (rotary >= 0) pair = rotate(pair, angle(rotary / 2));
+        v[i] = pair.x;
+        v[i + 1] = pair.y;
     }
+    if (official) rotate_and_round_to_fp4(v, lane, hadamard_factor);
+#pragma unroll
+    for (int i = 0; i < N; i++) head[i] = v[i];
+}
+
+template <int N>
+static __device__ __forceinline__ void finish_index_query(
+    float* query, const float* frequencies, int position, int n_rotary, int official, float hadamard_factor) {
+    finish_index_query<N>(query, [&](int i) { return rotary_angle(position, frequencies[i]); }, n_rotary, official, hadamard_factor);
 }
 
 // A fragment of 16 x 16 or two of 16 x 8 from four 8 x 8 matrices; `place`: a row of one of them for each lane.

@@ -16,6 +16,14 @@ static __device__ __forceinline__ void await_previous() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// As `await_previous`, but the next kernel begins only behind it: where blocks are as short as these, more kernels that wait cost
+// more than they save, and where the next kernel has few blocks they get multiprocessors of their own only once the kernels before
+// have left them.
+static __device__ __forceinline__ void await_previous_first() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 static __device__ __forceinline__ float half_to_float(u16 half) {
     float value;
     asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(half));

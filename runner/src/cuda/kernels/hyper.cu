@@ -173,13 +173,6 @@ template <typename W, typename Four> struct TurnedMixer {
     }
 };
 
-// As `await_previous`, but the next kernel begins only behind it: where blocks are as short as these, more kernels that wait cost
-// more than they save.
-static __device__ __forceinline__ void await_previous_first() {
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
 // `hc_post` of one token's four streams in place, and the mixer's products with what comes of it: partials [T, n + 1, slices],
 // where a slice is 64 columns of every stream. The bits are those of `hc_turn_tokens`. Grid: slices by tokens; 256 threads, of
 // which each turns one column of one stream.

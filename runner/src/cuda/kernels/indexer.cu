@@ -1,24 +1,5 @@
 // The lightning indexer, (4.6): queries, scores of compressed rows, and the exact choice of the best.
 
-// (4.6.1) Rotation of a head, then Hadamard rotation and rounding, by one warp, N values a lane.
-template <int N>
-static __device__ __forceinline__ void finish_index_query(
-    float* query, const float* frequencies, int position, int n_rotary, int official, float hadamard_factor) {
-    int lane = threadIdx.x & 31;
-    float v[N], *head = query + lane * N;
-#pragma unroll
-    for (int i = 0; i < N; i += 2) {
-        float2 pair = {head[i], head[i + 1]};
-        int rotary = lane * N + i - (32 * N - 2 * n_rotary);
-        if (rotary >= 0) pair = rotate(pair, rotary_angle(position, frequencies[rotary / 2]));
-        v[i] = pair.x;
-        v[i + 1] = pair.y;
-    }
-    if (official) rotate_and_round_to_fp4(v, lane, hadamard_factor);
-#pragma unroll
-    for (int i = 0; i < N; i++) head[i] = v[i];
-}
-
 // One warp a head of a token: first those of attention if there are any, [T, n_heads, head_dim], then the indexer's,
 // [T, n_index_heads, WIDTH].
 #define FINISH_QUERIES(WIDTH, N)                                                                                        \

@@ -196,10 +196,12 @@ static __device__ __forceinline__ Rows rows_of(const Parts& parts, u32 item, u32
     return rows;
 }
 
-// Weights of a norm of the input, or null.
-struct Norm {
-    const float* weights;
-    float epsilon;
+// What the input goes through first: a norm with these weights, or it is a gate that is activated and multiplied with `up`, or
+// nothing. `number`: epsilon or limit.
+struct Before {
+    const float *norm, *up;
+    float number;
+    u32 unused;
 };
 
 // Threads of a block for one input, and columns of one that it can norm: a four for each thread.
@@ -210,11 +212,26 @@ static __device__ __forceinline__ float4 four_of(const float* input, u32 quad, u
     return quad < columns / 4 ? ((const float4*)input)[quad] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
-// Puts one input into shared memory, behind its norm if there is one.
-static __device__ __forceinline__ void put_input(const Inputs& x, u32 forms, const float* input, const Norm& norm, u32 columns) {
+// As `swiglu` of activations, where nothing is contracted: the same bits.
+static __device__ __forceinline__ float gated(float gate, float up, float limit) {
+    float g = fminf(gate, limit), u = fminf(fmaxf(up, -limit), limit);
+    return __fmul_rn(__fdiv_rn(g, __fadd_rn(1.0f, expf(-g))), u);
+}
+
+// Puts one input into shared memory, behind what comes before.
+static __device__ __forceinline__ void put_input(const Inputs& x, u32 forms, const float* input, const Before& before, u32 columns) {
     __shared__ float squares[THREADS_OF_ONE / WARP];
     const u32 thread = threadIdx.x;
-    if (!norm.weights) {
+    if (before.up) {
+        await_previous();
+        for (u32 quad = thread; quad < x.quads; quad += THREADS_OF_ONE) {
+            const float4 v = four_of(input, quad, columns), u = four_of(before.up, quad, columns);
+            put_four(x, forms, 0, quad, make_float4(gated(v.x, u.x, before.number), gated(v.y, u.y, before.number),
+                                                    gated(v.z, u.z, before.number), gated(v.w, u.w, before.number)));
+        }
+        return;
+    }
+    if (!before.norm) {
         await_previous();
         // Loads of a few rounds at once, for they take long.
         constexpr u32 ROUNDS = 4;
@@ -228,7 +245,7 @@ static __device__ __forceinline__ void put_input(const Inputs& x, u32 forms, con
         }
         return;
     }
-    const float4 w = four_of(norm.weights, thread, columns);
+    const float4 w = four_of(before.norm, thread, columns);
     await_previous();
     // As `rms_norm` does, which has as many threads or none for the last ones here: the same bits.
     const float4 v = four_of(input, thread, columns);
@@ -239,7 +256,7 @@ static __device__ __forceinline__ void put_input(const Inputs& x, u32 forms, con
     sum = 0.0f;
 #pragma unroll
     for (u32 i = 0; i < THREADS_OF_ONE / WARP; i++) sum += squares[i];
-    const float factor = inverse_rms(sum, columns, norm.epsilon);
+    const float factor = inverse_rms(sum, columns, before.number);
     if (thread < x.quads)
         put_four(x, forms, 0, thread, make_float4(v.x * factor * w.x, v.y * factor * w.y, v.z * factor * w.z, v.w * factor * w.w));
 }
@@ -248,7 +265,7 @@ static __device__ __forceinline__ void put_input(const Inputs& x, u32 forms, con
 // a pair of scales of R rows: so many bytes are on their way all the time, and those of the first steps before the kernels
 // before have ended, for few registers leave room beside those.
 template <int R, int S>
-static __device__ __forceinline__ void products_of_one(const Parts& parts, const float* input, const Norm& norm, u32 columns,
+static __device__ __forceinline__ void products_of_one(const Parts& parts, const float* input, const Before& before, u32 columns,
                                                        u32 group_rows) {
     constexpr u32 SCALES = R * 512, STAGE = R * (512 + 128);
     const u32 lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -293,7 +310,7 @@ static __device__ __forceinline__ void products_of_one(const Parts& parts, const
     if (item < items) aim(rows = rows_of<R>(parts, item, columns, group_rows));
 #pragma unroll
     for (int i = 0; i < S - 1; i++) copy(i * STAGE);
-    put_input(x, parts.forms, input + (u64)blockIdx.y * columns, norm, columns);
+    put_input(x, parts.forms, input + (u64)blockIdx.y * columns, before, columns);
     __syncthreads();
 
     // The place that is read next, and the one that was read last.
@@ -412,11 +429,11 @@ static __device__ __forceinline__ void products(const Parts& parts, const float*
     }
 }
 
-#define PRODUCTS_OF_ONE(R, S, BLOCKS)                                                                                 \
-    extern "C" __global__ void __launch_bounds__(THREADS_OF_ONE, BLOCKS) products_1_##R(                                              \
-        const __grid_constant__ Parts parts, const float* input, const __grid_constant__ Norm norm, u32 columns,      \
-        u32 group_rows) {                                                                                             \
-        products_of_one<R, S>(parts, input, norm, columns, group_rows);                                               \
+#define PRODUCTS_OF_ONE(R, S, BLOCKS)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS_OF_ONE, BLOCKS) products_1_##R##x##S(                         \
+        const __grid_constant__ Parts parts, const float* input, const __grid_constant__ Before before, u32 columns,   \
+        u32 group_rows) {                                                                                              \
+        products_of_one<R, S>(parts, input, before, columns, group_rows);                                              \
     }
 
 #define PRODUCTS(TOKENS, R, C, BLOCKS)                                                                                \
@@ -428,6 +445,7 @@ static __device__ __forceinline__ void products(const Parts& parts, const float*
 
 // A multiprocessor has one such block, and with few registers and half of the shared memory one of the next kernel beside it.
 PRODUCTS_OF_ONE(1, 4, 2)
+PRODUCTS_OF_ONE(1, 8, 2)
 #if __CUDA_ARCH__ >= 1000
 PRODUCTS_OF_ONE(2, 5, 1)
 #else

@@ -1,4 +1,5 @@
-// The router's choice, (4.7.1 to 4.7.3). One warp a token, up to 512 experts.
+// The router's choice, (4.7.1 to 4.7.3). One warp a token, up to 512 experts. The kernel of the experts begins behind what the
+// router waits for, and not before: it would take the multiprocessors away from the shared expert, which runs beside.
 
 static __device__ __forceinline__ float router_score(float logit) {
     return sqrtf(logit > 20.0f ? logit : log1pf(expf(logit)));
@@ -20,7 +21,7 @@ static __device__ __forceinline__ void write_choice(float score, int chosen, int
 extern "C" __global__ void route_by_table(
     const float* logits, const int* table, const int* tokens, int* experts, float* weights,
     int n_tokens, int n_experts, int n_used, float scaling) {
-    await_previous();
+    await_previous_first();
     int token = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5), lane = threadIdx.x & 31;
     if (token >= n_tokens) return;
     int chosen = table[(u64)tokens[token] * n_used + min(lane, n_used - 1)];
@@ -42,7 +43,7 @@ extern "C" __global__ void __launch_bounds__(ROUTING) route_by_score(
     float biases[EXPERTS_EACH];
 #pragma unroll
     for (int i = 0; i < EXPERTS_EACH; i++) biases[i] = bias[min((int)threadIdx.x + ROUTING * i, n_experts - 1)];
-    await_previous();
+    await_previous_first();
     // Scores as integers in the same order; 0 is below them all.
 #pragma unroll
     for (int i = 0; i < EXPERTS_EACH; i++) {

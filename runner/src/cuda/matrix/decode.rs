@@ -24,8 +24,9 @@ const ONE_INPUT_BYTES: usize = 56 << 10;
 
 /// Values of an input are filled up to this many.
 const CHUNK: usize = 512;
-/// Rows that a warp has at once, and steps that are on their way for it or used.
-const STEPS: [(usize, usize); 3] = [(4, 3), (2, 5), (1, 4)];
+/// Rows that a warp has at once, and steps that are on their way for it or used: of single rows as many as shared memory holds,
+/// for matrices of few rows, such as the router's, take as long as a row takes.
+const STEPS: [(usize, usize); 4] = [(4, 3), (2, 5), (1, 8), (1, 4)];
 
 /// Shared memory of the rings of a block: codes of 16 bytes and scales of 4 for each lane, row and step.
 fn ring_bytes((rows, steps): (usize, usize)) -> usize {
@@ -77,20 +78,49 @@ impl Forms {
 /// Columns of an input that the kernels can norm.
 const NORMED_COLUMNS: usize = 2048;
 
-/// A norm with weights that the input goes through first, (3.1).
+/// What an input goes through first.
 #[derive(Clone, Copy)]
-pub(in super::super) struct Norm<'a> {
-    /// One for each column.
-    pub(in super::super) weights: View<'a, f32>,
-    pub(in super::super) epsilon: f32,
+pub(in super::super) enum Before<'a> {
+    /// A norm with weights, one for each column, (3.1).
+    Norm { weights: View<'a, f32>, epsilon: f32 },
+    /// It is the gate of a SwiGLU network, (3.4): activated and multiplied with another.
+    Gate { up: View<'a, f32>, limit: f32 },
+}
+
+impl Before<'_> {
+    /// Whether one launch for all of these matrices can do that.
+    pub(super) fn fits(&self, matrices: &[&Matrix]) -> bool {
+        let columns = matrices.first().map_or(0, |matrix| matrix.columns());
+        let few = matches!(self, Self::Gate { .. }) || columns <= NORMED_COLUMNS;
+        few && columns.is_multiple_of(4) && fit_together(matrices)
+    }
+
+    /// Values of the second operand.
+    pub(super) fn n_values(&self) -> usize {
+        match self {
+            Self::Norm { weights: values, .. } | Self::Gate { up: values, .. } => values.len(),
+        }
+    }
+
+    fn argument(self) -> BeforeArgument {
+        match self {
+            Self::Norm { weights, epsilon } => {
+                BeforeArgument { norm: weights.address(), up: 0, number: epsilon, unused: 0 }
+            }
+            Self::Gate { up, limit } => {
+                BeforeArgument { norm: 0, up: up.address(), number: limit, unused: 0 }
+            }
+        }
+    }
 }
 
 /// That, as the kernel declares it.
 #[derive(Debug, Clone, Copy, Pod, Zeroable)]
 #[repr(C)]
-struct NormArgument {
-    weights: u64,
-    epsilon: f32,
+struct BeforeArgument {
+    norm: u64,
+    up: u64,
+    number: f32,
     unused: u32,
 }
 
@@ -111,12 +141,6 @@ pub(super) fn fit_together(matrices: &[&Matrix]) -> bool {
     (1..=MOST_PARTS).contains(&matrices.len())
         && matrices.iter().all(|matrix| fits(matrix))
         && Forms::of(matrices.iter().copied()).bytes(columns) <= ONE_INPUT_BYTES
-}
-
-/// Whether one launch for all of them can norm their input.
-pub(super) fn takes_norm(matrices: &[&Matrix]) -> bool {
-    let columns = matrices.first().map_or(0, |matrix| matrix.columns());
-    columns <= NORMED_COLUMNS && columns.is_multiple_of(4) && fit_together(matrices)
 }
 
 /// How many of the kernels' inputs a launch takes for `left` tokens, if there is room for `most`.
@@ -148,21 +172,21 @@ pub(super) fn products(
     Ok(())
 }
 
-/// Products with one token's input behind its norm, where [`takes_norm`].
-pub(super) fn normed_products(
+/// Products with one token's input behind something else that [fits](Before::fits).
+pub(super) fn products_behind(
     gpu: &Gpu,
     input: View<'_, f32>,
-    norm: Norm<'_>,
+    before: Before<'_>,
     matrices: &[(&Matrix, u64)],
 ) -> Result<(), CudaError> {
-    launch(gpu, input, Some(norm), 1, 1, 1, 0, matrices)
+    launch(gpu, input, Some(before), 1, 1, 1, 0, matrices)
 }
 
 #[expect(clippy::too_many_arguments, reason = "what a launch needs")]
 fn launch(
     gpu: &Gpu,
     input: View<'_, f32>,
-    norm: Option<Norm<'_>>,
+    before: Option<Before<'_>>,
     tokens: usize,
     width: usize,
     groups: usize,
@@ -175,9 +199,9 @@ fn launch(
     let rows: usize = matrices.iter().map(|(matrix, _)| matrix.rows() / groups).sum();
     let forms = Forms::of(matrices.iter().map(|(matrix, _)| *matrix));
     let inputs = width * forms.bytes(columns);
-    let (per_warp, shared) = match width {
+    let ((per_warp, steps), shared) = match width {
         1 => rows_of_one(rows * groups, multiprocessors, inputs, facts.shared_bytes as usize),
-        _ => (2, inputs),
+        _ => ((2, 0), inputs),
     };
     let mut parts = Parts { n: matrices.len() as u32, forms: forms.0, ..Zeroable::zeroed() };
     let mut end = 0;
@@ -196,20 +220,18 @@ fn launch(
     let blocks = end.div_ceil(warps).max(multiprocessors.min(end)).min(most_blocks);
     let arguments = Arguments::new().structure(&parts).read(input);
     let arguments = if width == 1 {
-        let none = NormArgument::zeroed();
-        let norm = norm.map_or(none, |norm| NormArgument {
-            weights: norm.weights.address(),
-            epsilon: norm.epsilon,
-            unused: 0,
-        });
-        arguments.structure(&norm)
+        arguments.structure(&before.map_or_else(BeforeArgument::zeroed, Before::argument))
     } else {
         arguments.long((groups * columns) as u64)
     };
     let arguments = arguments.int(columns).int(matrices[0].0.rows() / groups);
     let arguments = if width == 1 { arguments } else { arguments.int(tokens) };
     let shape = Launch::new(blocks, threads).by(groups).shared(shared as u32);
-    gpu.launch("matrix_decode", &format!("products_{width}_{per_warp}"), shape, arguments)
+    let name = match width {
+        1 => format!("products_1_{per_warp}x{steps}"),
+        _ => format!("products_{width}_{per_warp}"),
+    };
+    gpu.launch("matrix_decode", &name, shape, arguments)
 }
 
 /// Rows that a warp has at once, and shared memory for it: what leaves the fewest warps without work in the last round; most
@@ -219,11 +241,11 @@ fn rows_of_one(
     multiprocessors: usize,
     input_bytes: usize,
     most_shared: usize,
-) -> (usize, usize) {
-    let shared = |step: (usize, usize)| (step.0, input_bytes + ring_bytes(step));
+) -> ((usize, usize), usize) {
+    let shared = |step: (usize, usize)| (step, input_bytes + ring_bytes(step));
     let rounds = |per_warp: usize| rows.div_ceil(per_warp).div_ceil(multiprocessors * WARPS) * per_warp;
     let fitting = STEPS.into_iter().map(shared).filter(|&(_, bytes)| bytes <= most_shared);
-    fitting.min_by_key(|&(per_warp, _)| rounds(per_warp)).unwrap_or_else(|| shared(STEPS[2]))
+    fitting.min_by_key(|&((per_warp, _), _)| rounds(per_warp)).unwrap_or_else(|| shared(STEPS[3]))
 }
 
 /// One launch for one matrix.
@@ -248,7 +270,7 @@ mod tests {
 
     #[test]
     fn warps_take_the_rows_that_leave_fewest_of_them_idle() {
-        let rows = |rows, multiprocessors| rows_of_one(rows, multiprocessors, 16 << 10, LARGE).0;
+        let rows = |rows, multiprocessors| rows_of_one(rows, multiprocessors, 16 << 10, LARGE).0.0;
         // As many warps as pairs of rows; a row a warp would need two rounds.
         assert_eq!(rows(4096, 132), 2);
         // Rounds of four end no later than others.
@@ -265,7 +287,7 @@ mod tests {
                     for rows in [64, 4096, 129_280] {
                         let input = forms.bytes(columns);
                         let (per_warp, bytes) = rows_of_one(rows, multiprocessors, input, shared);
-                        assert!(bytes <= shared, "{columns} columns, {per_warp} rows a warp: {bytes} bytes");
+                        assert!(bytes <= shared, "{columns} columns, {per_warp:?} rows and steps: {bytes} bytes");
                     }
                 }
             }

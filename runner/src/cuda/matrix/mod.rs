@@ -12,7 +12,7 @@ pub mod generate;
 pub mod layout;
 mod prefill;
 
-pub(super) use decode::Norm;
+pub(super) use decode::Before;
 pub use experts::{ExpertMatrices, Routed};
 
 use gguf_tools::block::BlockType;
@@ -327,25 +327,25 @@ impl Matrix {
         Ok(())
     }
 
-    /// Products of several matrices with one token's input behind its norm, in one launch, with the bits of norm and products
+    /// Products of several matrices with one token's input behind something else, in one launch, with the bits of the two
     /// apart; `false` if there is no kernel for them, and nothing was done.
-    pub(super) fn normed_products(
+    pub(super) fn products_behind(
         gpu: &Gpu,
         input: View<'_, f32>,
-        norm: Norm<'_>,
+        before: Before<'_>,
         matrices: &[(&Self, ViewMut<'_, f32>)],
     ) -> Result<bool, CudaError> {
         let all: Vec<&Self> = matrices.iter().map(|(matrix, _)| *matrix).collect();
-        if !decode::takes_norm(&all) {
+        if !before.fits(&all) {
             return Ok(false);
         }
         for (matrix, output) in matrices {
             matrix.check("input", input.len(), matrix.columns)?;
-            matrix.check("weights of the norm", norm.weights.len(), matrix.columns)?;
+            matrix.check("second input", before.n_values(), matrix.columns)?;
             matrix.check("output", output.len(), matrix.rows)?;
         }
         let parts: Vec<_> = matrices.iter().map(|(matrix, output)| (*matrix, output.address())).collect();
-        decode::normed_products(gpu, input, norm, &parts)?;
+        decode::products_behind(gpu, input, before, &parts)?;
         Ok(true)
     }
 
