@@ -40,6 +40,7 @@ step decode-and-prefill "${bench[@]}" --ctx-start 2048 --ctx-max 8192 --step-inc
 step long-context "${bench[@]}" --ctx-start 2048 --ctx-max 131072 --step-mul 4 --gen-tokens 64 --ctx 131328
 step portable "${bench[@]}" --ctx-start 2048 --ctx-max 2048 --gen-tokens 64 --portable-kernels
 step profile "${bench[@]}" --ctx-start 2048 --ctx-max 2048 --profile
+step portable-profile "${bench[@]}" --ctx-start 2048 --ctx-max 2048 --profile --portable-kernels
 "$ggsmith" bench --kernels >"$out/kernels.json" 2>"$out/kernels.txt"
 "$ggsmith" bench --kernels --portable-kernels >"$out/portable-kernels.json" 2>"$out/portable-kernels.txt"
 

@@ -287,7 +287,10 @@ mod tests {
                     for rows in [64, 4096, 129_280] {
                         let input = forms.bytes(columns);
                         let (per_warp, bytes) = rows_of_one(rows, multiprocessors, input, shared);
-                        assert!(bytes <= shared, "{columns} columns, {per_warp:?} rows and steps: {bytes} bytes");
+                        assert!(
+                            bytes <= shared,
+                            "{columns} columns, {per_warp:?} rows and steps: {bytes} bytes"
+                        );
                     }
                 }
             }
