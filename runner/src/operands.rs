@@ -259,7 +259,7 @@ pub struct GatedFfn<M> {
 /// Where a matrix lies in its source: rows of a tensor whose outer dimensions are folded together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MatrixPlace {
-    /// Index that [`WeightSource::find`] gave.
+    /// Index that [`WeightSource::find`](crate::weights::WeightSource::find) gave.
     pub tensor: usize,
     /// First row of the tensor.
     pub first_row: usize,
