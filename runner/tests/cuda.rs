@@ -85,7 +85,7 @@ fn steering_and_what_observers_see_equal_the_cpu() {
 #[test]
 fn kernels_for_any_chip_equal_the_cpu() {
     let portable = KernelChoice { portable: true, ..KernelChoice::default() };
-    for group in [Group::Matrices, Group::Model, Group::Equalities] {
+    for group in [Group::Attention, Group::Matrices, Group::Model, Group::Equalities] {
         check_with(group, portable);
     }
 }
