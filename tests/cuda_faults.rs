@@ -290,6 +290,34 @@ fn a_model_that_does_not_fit_is_refused_with_the_sum() {
 }
 
 #[test]
+fn doctor_judges_a_model_by_what_loading_it_would() {
+    let doctor = ["doctor", "--model", NANO];
+    let gib: u64 = 1 << 30;
+    let almost_full = format!("total={gib},used={}", gib - (200 << 20));
+    let limited = ["--device-memory", "0.1"];
+    for (told, more, verdict) in [
+        ("", &[][..], "model        fits into 8.00 GiB (free on the device): needs "),
+        ("", &limited[..], "does not fit into 102.40 MiB (the limit that was set): needs "),
+        (&almost_full, &[], "does not fit into 200.00 MiB (free on the device): needs "),
+        // What the driver calls free moves with the system's cache there.
+        (&format!("{almost_full},integrated=1"), &[], "model        fits into "),
+    ] {
+        let Some(machine) = Machine::new(told) else { return };
+        let ended = machine.run(&[&doctor[..], more].concat());
+        assert_eq!(ended.code, Some(0), "{}", ended.stderr);
+        assert!(ended.stdout.contains(verdict), "{told}: {}", ended.stdout);
+        let loads = machine.run(&[&run("cuda")[..], more].concat());
+        assert_eq!(!loads.stderr.contains("need "), verdict.contains(" fits "), "{told}: {}", loads.stderr);
+    }
+    // Without a device the model is read all the same.
+    for told in ["", "devices=0"] {
+        let Some(machine) = Machine::new(told) else { return };
+        assert!(machine.run(&doctor).stdout.contains("\nmodel        "));
+        machine.fails(&["doctor", "--model", "nowhere.gguf"], &["cannot open `nowhere.gguf`"]);
+    }
+}
+
+#[test]
 fn kernels_that_cannot_be_loaded_are_told_with_what_helps() {
     for (told, name) in
         [("module=222", "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"), ("module=209", "CUDA_ERROR_NO_BINARY_FOR_GPU")]

@@ -7,7 +7,7 @@ use anyhow::Context;
 use clap::Args;
 use runner::cuda::check::{Check, Group, SelfTest, self_test};
 use runner::cuda::compiler::compiler;
-use runner::cuda::{CudaError, Device, Kernels, Plan};
+use runner::cuda::{CudaError, Device, Kernels, Plan, Room};
 use runner::weights::open_source;
 use serde_json::json;
 
@@ -39,17 +39,22 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(group) = &arguments.self_test {
         return check(arguments, group);
     }
+    // A model that cannot be read is an error whatever the device.
+    let options = arguments.compute.options()?;
+    let plan = arguments
+        .model
+        .as_ref()
+        .map(|path| -> anyhow::Result<Plan> { Ok(Plan::new(open_source(path)?.as_ref(), &options)) });
+    let plan = plan.transpose()?;
     let device = match Device::open(arguments.device) {
         Ok(device) => device,
-        Err(error) => return report_none(arguments, &error),
+        Err(error) => return report_none(arguments, plan, &error),
     };
     let facts = device.facts();
     let (free, total) = device.memory()?;
     let kernels = Kernels::load(&device, arguments.compute.kernels());
-    let plan = arguments.model.as_ref().map(|path| -> anyhow::Result<Plan> {
-        Ok(Plan::new(open_source(path)?.as_ref(), &arguments.compute.options()?))
-    });
-    let plan = plan.transpose()?;
+    let room = Room::of(&device, options.device_bytes)?;
+    let fits = |plan: &Plan| plan.total() <= room.bytes;
     let compiler = compiler().map(|(major, minor)| format!("{major}.{minor}"));
     if arguments.json {
         print_json(&json!({
@@ -62,11 +67,8 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
             "kernels": kernels.as_ref().ok().map(Kernels::origin),
             "problem": kernels.as_ref().err().map(ToString::to_string),
             "memory_bytes": { "free": free, "total": total },
-            "model": plan.map(|plan| json!({
-                "weights_bytes": plan.weights, "cache_bytes": plan.cache, "cache_tokens": plan.tokens,
-                "scratch_bytes": plan.scratch, "reserve_bytes": plan.reserve,
-                "fits": plan.total() <= free as u64,
-            })),
+            "room": { "bytes": room.bytes, "why": room.why },
+            "model": plan.map(|plan| numbers(&plan, Some(fits(&plan)))),
         }))?;
         return Ok(ExitCode::SUCCESS);
     }
@@ -89,27 +91,46 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
         units::bytes(total as u64),
     );
     if let Some(plan) = plan {
-        text += &format!(
-            "\nmodel        {}: needs {} = weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
-            if plan.total() <= free as u64 { "fits" } else { "does not fit" },
-            units::bytes(plan.total()),
-            units::bytes(plan.weights),
-            units::bytes(plan.cache),
-            plan.tokens,
-            units::bytes(plan.scratch),
-            units::bytes(plan.reserve),
-        );
+        let verdict = if fits(&plan) { "fits" } else { "does not fit" };
+        let room = units::bytes(room.bytes) + " (" + room.why + ")";
+        text += &format!("\nmodel        {verdict} into {room}: needs {}", sum(&plan));
     }
     print(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Says why no device can be used: a finding, not a failure.
-fn report_none(arguments: &Arguments, error: &CudaError) -> anyhow::Result<ExitCode> {
+/// What a model takes, for people.
+fn sum(plan: &Plan) -> String {
+    format!(
+        "{} = weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
+        units::bytes(plan.total()),
+        units::bytes(plan.weights),
+        units::bytes(plan.cache),
+        plan.tokens,
+        units::bytes(plan.scratch),
+        units::bytes(plan.reserve),
+    )
+}
+
+/// What a model takes, as JSON. `fits`: nothing where there is no device.
+fn numbers(plan: &Plan, fits: Option<bool>) -> serde_json::Value {
+    json!({
+        "weights_bytes": plan.weights, "cache_bytes": plan.cache, "cache_tokens": plan.tokens,
+        "scratch_bytes": plan.scratch, "reserve_bytes": plan.reserve, "fits": fits,
+    })
+}
+
+/// Says why no device can be used: a finding, not a failure. What a model would take is said all the same.
+fn report_none(arguments: &Arguments, plan: Option<Plan>, error: &CudaError) -> anyhow::Result<ExitCode> {
     if arguments.json {
-        print_json(&json!({ "device": null, "problem": error.to_string() }))?;
+        let model = plan.map(|plan| numbers(&plan, None));
+        print_json(&json!({ "device": null, "problem": error.to_string(), "model": model }))?;
     } else {
-        print(&format!("device       none that can be used: {error}\nbackend      `auto` is the CPU"))?;
+        let model = plan.map(|plan| format!("\nmodel        needs {} on a device", sum(&plan)));
+        let model = model.unwrap_or_default();
+        print(&format!(
+            "device       none that can be used: {error}\nbackend      `auto` is the CPU{model}"
+        ))?;
     }
     Ok(ExitCode::SUCCESS)
 }

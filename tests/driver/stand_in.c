@@ -6,6 +6,7 @@
  *   major    compute capability            module   what loading kernels gives
  *   total    bytes of the device           used     bytes that other programs take of them
  *   shared   bytes of shared memory that a block may have
+ *   integrated  whether the host's memory is the device's
  *
  * Memory beyond the total is refused. With -DOLD_LIBRARY all functions are absent that tell more than the version. */
 #include <stdio.h>
@@ -77,6 +78,7 @@ int cuDeviceGetAttribute(int *value, int which, int device) {
     (void)device;
     switch (which) {
     case 16: *value = MULTIPROCESSORS; break;
+    case 18: *value = (int)setting("integrated", 0); break;
     case 38: *value = 1 << 20; break;    /* second-level cache */
     case 75: *value = (int)setting("major", 9); break;
     case 76: *value = 0; break;

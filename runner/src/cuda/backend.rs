@@ -140,7 +140,7 @@ impl CudaBackend {
         let h = source.hyper_parameters();
         check_shapes(h)?;
         let gpu = Gpu::open(ordinal, options.kernels)?;
-        super::plan::Plan::new(source.as_ref(), options).check(&gpu, options.device_bytes)?;
+        super::plan::Plan::new(source.as_ref(), options).check(&gpu.device, options.device_bytes)?;
         let (kept, pool) = Pool::both(&gpu.device);
         let most_rows = options.attention_tokens.min(options.batch_tokens);
         let storage = Storage {

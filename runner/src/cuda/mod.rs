@@ -33,4 +33,4 @@ pub use driver::{Device, DeviceBuffer, View, ViewMut};
 pub use error::CudaError;
 pub use matrix::{ExpertMatrices, Matrix, Pass, Workspace};
 pub use module::{Gpu, Kernels};
-pub use plan::Plan;
+pub use plan::{Plan, Room};

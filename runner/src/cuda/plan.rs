@@ -1,7 +1,7 @@
 //! What a model takes of the device's memory, in numbers, before anything is allocated.
 
+use super::driver::Device;
 use super::error::CudaError;
-use super::module::Gpu;
 use crate::ops::{ActivationPrecision, Numerics};
 use crate::session::Options;
 use crate::weights::{WeightSource, host_memory};
@@ -20,6 +20,28 @@ pub struct Plan {
     pub reserve: u64,
     /// Tokens that the caches are planned for. They grow beyond, if there is room then.
     pub tokens: u64,
+}
+
+/// Bytes that a model may take.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// At most so many.
+    pub bytes: u64,
+    /// Why no more.
+    pub why: &'static str,
+}
+
+impl Room {
+    /// That of a device. `budget`: what the caller allows at most.
+    ///
+    /// # Errors
+    /// If the device does not answer.
+    pub fn of(device: &Device, budget: Option<u64>) -> Result<Self, CudaError> {
+        let (free, _) = device.memory()?;
+        let host = if device.facts().integrated { host_memory() } else { None };
+        let (bytes, why) = room(budget, free as u64, host);
+        Ok(Self { bytes, why })
+    }
 }
 
 /// Tokens that caches are planned for if no context was asked for.
@@ -84,18 +106,17 @@ impl Plan {
     }
 
     /// Refuses what does not fit, with the arithmetic. `budget`: what the caller allows at most.
-    pub(super) fn check(&self, gpu: &Gpu, budget: Option<u64>) -> Result<(), CudaError> {
+    pub(super) fn check(&self, device: &Device, budget: Option<u64>) -> Result<(), CudaError> {
         // What another model of this process has given back counts as free.
-        gpu.device.trim()?;
-        let (free, total) = gpu.device.memory()?;
-        let host = if gpu.device.facts().integrated { host_memory() } else { None };
-        let (room, why) = room(budget, free as u64, host);
+        device.trim()?;
+        let (_, total) = device.memory()?;
+        let Room { bytes: room, why } = Room::of(device, budget)?;
         if self.total() <= room {
             return Ok(());
         }
         let gib = |bytes: u64| format!("{:.2}", bytes as f64 / (1_u64 << 30) as f64);
         Err(CudaError::TooLarge {
-            name: gpu.device.facts().name.clone(),
+            name: device.facts().name.clone(),
             need: gib(self.total()),
             parts: format!(
                 "weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
