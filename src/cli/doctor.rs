@@ -11,7 +11,7 @@ use runner::cuda::{CudaError, Device, Kernels, Plan, Room};
 use runner::weights::open_source;
 use serde_json::json;
 
-use super::model::{ComputeArguments, tokenizer};
+use super::model::{ComputeArguments, memory_sum, tokenizer};
 use super::{print, print_json};
 use crate::nano;
 use crate::render::units;
@@ -93,23 +93,10 @@ pub(super) fn run(arguments: &Arguments) -> anyhow::Result<ExitCode> {
     if let Some(plan) = plan {
         let verdict = if fits(&plan) { "fits" } else { "does not fit" };
         let room = units::bytes(room.bytes) + " (" + room.why + ")";
-        text += &format!("\nmodel        {verdict} into {room}: needs {}", sum(&plan));
+        text += &format!("\nmodel        {verdict} into {room}: needs {}", memory_sum(&plan));
     }
     print(&text)?;
     Ok(ExitCode::SUCCESS)
-}
-
-/// What a model takes, for people.
-fn sum(plan: &Plan) -> String {
-    format!(
-        "{} = weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
-        units::bytes(plan.total()),
-        units::bytes(plan.weights),
-        units::bytes(plan.cache),
-        plan.tokens,
-        units::bytes(plan.scratch),
-        units::bytes(plan.reserve),
-    )
 }
 
 /// What a model takes, as JSON. `fits`: nothing where there is no device.
@@ -126,7 +113,7 @@ fn report_none(arguments: &Arguments, plan: Option<Plan>, error: &CudaError) -> 
         let model = plan.map(|plan| numbers(&plan, None));
         print_json(&json!({ "device": null, "problem": error.to_string(), "model": model }))?;
     } else {
-        let model = plan.map(|plan| format!("\nmodel        needs {} on a device", sum(&plan)));
+        let model = plan.map(|plan| format!("\nmodel        needs {} on a device", memory_sum(&plan)));
         let model = model.unwrap_or_default();
         print(&format!(
             "device       none that can be used: {error}\nbackend      `auto` is the CPU{model}"

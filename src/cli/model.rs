@@ -230,16 +230,20 @@ pub(super) fn print_memory_plan(source: &dyn WeightSource, options: &Options) {
     if options.processor == Processor::Cpu {
         return;
     }
-    let plan = MemoryPlan::new(source, options);
-    eprintln!(
-        "memory of the device: {} = weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
+    eprintln!("memory of the device: {}", memory_sum(&MemoryPlan::new(source, options)));
+}
+
+/// The parts of a model's memory, and their sum.
+pub(super) fn memory_sum(plan: &MemoryPlan) -> String {
+    format!(
+        "{} = weights {} + cache {} ({} tokens) + scratch {} + reserve {}",
         units::bytes(plan.total()),
         units::bytes(plan.weights),
         units::bytes(plan.cache),
         plan.tokens,
         units::bytes(plan.scratch),
         units::bytes(plan.reserve),
-    );
+    )
 }
 
 impl ModelArguments {
